@@ -12,7 +12,7 @@ import io
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -253,3 +253,231 @@ def _(device: object, dtype: object, scale: float = 1) -> Reward:
 def _(device: object, dtype: object, scale: float = 1) -> Reward:
     """kB / scale."""
     return _jpeg(1, scale)
+
+
+# --------------------------------------------------------------------------------------------------
+# GenEval: the rule (pure functions), then the two rewards
+# --------------------------------------------------------------------------------------------------
+
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1; y grows downwards
+RELATIONS = ("left of", "right of", "above", "below")
+
+
+class Detection(NamedTuple):
+    """One object found in an image."""
+
+    label: str
+    score: float
+    box: Box
+    color: str
+
+
+# uint8 (B, 3, H, W) and the metadata of B prompts -> B lists of detections
+Detector = Callable[[Tensor, Sequence[Metadata]], Sequence[Sequence[Detection]]]
+
+
+class GenevalScore(NamedTuple):
+    """benchmark: GenEval's rule; soft, strict: Flow-GRPO's training reward, exact-count rule."""
+
+    benchmark: bool
+    soft: float
+    strict: bool
+
+
+def relative_position(box_a: Box, box_b: Box) -> set[str]:
+    """Where A is, seen from B (geneval@af4902f).
+
+    Offset of the centres, less 0.1 (size A + size B) on each axis, over the length of the whole
+    offset; a relation holds beyond 0.5, so none, one or two of RELATIONS are returned.
+    """
+    offset, reduced = [], []
+    for low, high in ((0, 2), (1, 3)):
+        size = abs(box_a[high] - box_a[low]) + abs(box_b[high] - box_b[low])
+        shift = (box_a[low] + box_a[high]) / 2 - (box_b[low] + box_b[high]) / 2
+        offset.append(shift)
+        reduced.append(math.copysign(max(abs(shift) - 0.1 * size, 0), shift))
+    if max(abs(reduced[0]), abs(reduced[1])) < 1e-3:
+        return set()
+    dx, dy = (r / math.hypot(*offset) for r in reduced)
+    holds = (dx < -0.5, dx > 0.5, dy < -0.5, dy > 0.5)
+    return {relation for relation, true in zip(RELATIONS, holds, strict=True) if true}
+
+
+def geneval_score(
+    detections: Sequence[Detection], metadata: Metadata, clip: bool = False
+) -> GenevalScore:
+    """Score the detections of one image; metadata as check_metadata accepts it.
+
+    Benchmark: evaluate_images.py, geneval@af4902f. Soft, strict: gen_eval.py, reward-server@7131478
+    (Flow-GRPO), quirks included: both ignore `exclude`, and 16 objects where 1 is wanted give a
+    soft score of -14 unless `clip` holds every term at 0 or above.
+    """
+    found = _confident(detections, metadata["tag"])
+    benchmark, _ = _check_include(found, metadata["include"], best_only=True, clip=clip)
+    for clause in metadata.get("exclude", ()):
+        benchmark &= len(found.get(clause["class"], ())) < clause["count"]
+    strict, terms = _check_include(found, metadata["include"], best_only=False, clip=clip)
+    return GenevalScore(benchmark, sum(terms) / len(terms), strict)
+
+
+def _confident(detections: Sequence[Detection], tag: str) -> dict[str, list[Detection]]:
+    """Per label the detections above the threshold, best first, at most 16; overlaps stay."""
+    threshold = 0.9 if tag == "counting" else 0.3
+    found: dict[str, list[Detection]] = {}
+    for detection in sorted(map(Detection._make, detections), key=lambda d: -d.score):
+        if not all(map(math.isfinite, (detection.score, *detection.box))):
+            raise ValueError(f"detection with a non-finite score or box: {tuple(detection)}")
+        if detection.score > threshold:
+            found.setdefault(detection.label, []).append(detection)
+    return {label: objects[:16] for label, objects in found.items()}
+
+
+def _check_include(
+    found: Mapping[str, Sequence[Detection]],
+    include: Sequence[Metadata],
+    best_only: bool,
+    clip: bool,
+) -> tuple[bool, list[float]]:
+    """Check the clauses in order: do all hold, and Flow-GRPO's terms.
+
+    best_only looks at the `count` best objects of a class (more may be there), else at all of them.
+    """
+    terms: list[float] = []
+    groups: list[Sequence[Detection] | None] = []  # objects of each clause, None where it failed
+    for clause in include:
+        count = clause["count"]
+        objects = found.get(clause["class"], ())
+        objects = objects[:count] if best_only else objects
+        term = 1 - abs(count - len(objects)) / count
+        terms.append(max(term, 0.0) if clip else term)
+        matched = len(objects) == count
+        if not matched and ("color" in clause or "position" in clause):
+            terms.append(0.0)  # official: one zero, even for a clause with both
+        if matched and "color" in clause:
+            right = sum(d.color == clause["color"] for d in objects)
+            terms.append(1 - abs(count - right) / count)
+            matched = right == count
+        if matched and "position" in clause:
+            relation, target = clause["position"]
+            others = groups[target]
+            matched = others is not None and all(
+                relation in relative_position(d.box, other.box) for d in objects for other in others
+            )
+            if not matched:
+                terms.append(0.0)
+            if others is not None:
+                terms.append(1.0)  # official: added in any case, so a wrong relation costs half
+        groups.append(objects if matched else None)
+    return None not in groups, terms
+
+
+def check_metadata(meta: Any) -> None:
+    """Raise ValueError, naming the field, unless meta is a prompt in GenEval's JSONL format.
+
+    {"tag": str, "include": [{"class": str, "count": int >= 1, "color": str, "position": [relation,
+    index of an earlier clause]}, ...], "exclude": [{"class", "count"}, ...]}; color, position and
+    exclude may be absent, other top-level fields are free.
+    """
+    _require(isinstance(meta, Mapping), "", "must be a dict", meta)
+    tag = meta.get("tag")
+    _require(isinstance(tag, str) and tag != "", "tag", "must be a non-empty string", tag)
+    include, exclude = meta.get("include"), meta.get("exclude", [])
+    _require(_is_list(include) and len(include) > 0, "include", "must be a non-empty list", include)
+    _require(_is_list(exclude), "exclude", "must be a list", exclude)
+    for i, clause in enumerate(include):
+        _check_clause(clause, f"include[{i}]", ("class", "count", "color", "position"))
+        if "color" in clause:
+            _require(
+                isinstance(clause["color"], str),
+                f"include[{i}].color",
+                "must be a string",
+                clause["color"],
+            )
+        if "position" in clause:
+            position = clause["position"]
+            _require(
+                _is_list(position)
+                and len(position) == 2
+                and position[0] in RELATIONS
+                and _is_int(position[1])
+                and 0 <= position[1] < i,
+                f"include[{i}].position",
+                f"must be [one of {', '.join(RELATIONS)}; index of an earlier clause]",
+                position,
+            )
+    for i, clause in enumerate(exclude):
+        _check_clause(clause, f"exclude[{i}]", ("class", "count"))
+
+
+def _check_clause(clause: Any, where: str, fields: Sequence[str]) -> None:
+    _require(isinstance(clause, Mapping), where, "must be a dict", clause)
+    label, count = clause.get("class"), clause.get("count")
+    _require(
+        isinstance(label, str) and label != "",
+        f"{where}.class",
+        "must be a non-empty string",
+        label,
+    )
+    _require(_is_int(count) and count >= 1, f"{where}.count", "must be an integer >= 1", count)
+    for field in clause:
+        _require(
+            field in fields, f"{where}.{field}", f"is not one of {', '.join(fields)}", clause[field]
+        )
+
+
+def _require(holds: bool, field: str, rule: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"metadata{f' field {field!r}' if field else ''} {rule}, got {value!r}")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _make_detector(detector: str | Detector) -> Detector:
+    if callable(detector):
+        return detector
+    if detector != "shapes":
+        raise ValueError(f"unknown detector {detector!r}; known detectors: shapes, or a callable")
+    try:
+        from tiny.world import ShapeDetector
+    except ImportError as error:
+        raise RewardUnavailable(
+            "detector 'shapes' needs tiny/world.py beside rewards.py, and scipy: pip install scipy"
+            f" ({error})"
+        ) from error
+    return cast(Detector, ShapeDetector())
+
+
+def _geneval(detector: str | Detector, pick: Callable[[GenevalScore], float], clip: bool) -> Reward:
+    detect = _make_detector(detector)
+
+    def score(images: Tensor, prompts: Sequence[str], metas: Sequence[Metadata]) -> list[float]:
+        detections = detect(images, metas)
+        if len(detections) != len(metas):
+            raise ValueError(
+                f"the detector returned {len(detections)} lists for {len(metas)} images"
+            )
+        return [pick(geneval_score(d, m, clip)) for d, m in zip(detections, metas, strict=True)]
+
+    return Reward(
+        score, check=check_metadata, self_test_case=getattr(detect, "self_test_case", None)
+    )
+
+
+@register("geneval")
+def _(device: object, dtype: object, detector: str | Detector = "shapes") -> Reward:
+    """GenEval's benchmark rule, 0 or 1 (arXiv 2310.11513)."""
+    return _geneval(detector, lambda score: score.benchmark, clip=False)
+
+
+@register("geneval_soft")
+def _(
+    device: object, dtype: object, detector: str | Detector = "shapes", clip: bool = False
+) -> Reward:
+    """Flow-GRPO's training reward (arXiv 2505.05470); clip=True keeps it in [0, 1]."""
+    return _geneval(detector, lambda score: score.soft, clip)
