@@ -9,9 +9,11 @@ file imports torch and the standard library; what else a reward needs, its facto
 
 import inspect
 import io
+import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -481,3 +483,49 @@ def _(
 ) -> Reward:
     """Flow-GRPO's training reward (arXiv 2505.05470); clip=True keeps it in [0, 1]."""
     return _geneval(detector, lambda score: score.soft, clip)
+
+
+# --------------------------------------------------------------------------------------------------
+# Prompt files
+# --------------------------------------------------------------------------------------------------
+
+
+def read_prompts(path: str | Path) -> list[dict[str, Any]]:
+    """Read a .txt file (a prompt a line) or .jsonl file (GenEval metadata, or only "prompt").
+
+    Each prompt is a dict: "prompt" and the metadata of its line. Blank lines are skipped. A fault
+    is a ValueError in one line: file, line number, reason.
+    """
+    path = Path(path)
+    if path.suffix not in (".txt", ".jsonl"):
+        raise ValueError(f"{path}: a prompt file must end in .txt or .jsonl")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ValueError(f"{path}: cannot read prompts: {reason}") from error
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may hold U+2028
+        if not line.strip():
+            continue
+        try:
+            rows.append({"prompt": line.strip()} if path.suffix == ".txt" else _parse_row(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    if not rows:
+        raise ValueError(f"{path}: no prompts in this file")
+    return rows
+
+
+def _parse_row(line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"not a JSON object: {line.strip()[:60]}")
+    if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
+        raise ValueError("'prompt' is missing or not a non-empty string")
+    if row.keys() & {"tag", "include", "exclude"}:
+        check_metadata(row)
+    return row

@@ -26,6 +26,7 @@ from rewards import (
     geneval_score,
     jpeg_kilobytes,
     make_reward,
+    read_prompts,
     relative_position,
     to_uint8,
 )
@@ -864,3 +865,59 @@ def test_self_test_needs_at_least_one_picture():
 @each_reward
 def test_self_test_without_a_known_answer_does_nothing(make):
     make().self_test()
+
+
+# ---- Prompt files ----
+
+
+def write(tmp_path: Path, name: str, text: str | bytes) -> Path:
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_text_prompts(tmp_path):
+    path = write(tmp_path, "a.txt", "a dog\n\n  a cat \r\n \na dog")
+    wanted = [{"prompt": "a dog"}, {"prompt": "a cat"}, {"prompt": "a dog"}]
+    assert read_prompts(path) == read_prompts(str(path)) == wanted
+
+
+def test_jsonl_prompts(tmp_path):
+    rows = [GOOD, {"prompt": "only\u2028text"}]
+    text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n"
+    assert read_prompts(write(tmp_path, "a.jsonl", text)) == rows
+    assert read_prompts(write(tmp_path, "b.jsonl", b"\xef\xbb\xbf" + text.encode())) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.txt", "", "a.txt: no prompts in this file"),
+        ("a.txt", " \n\n", "a.txt: no prompts in this file"),
+        ("a.jsonl", "\n", "a.jsonl: no prompts in this file"),
+        ("a.csv", "a dog", r"a.csv: a prompt file must end in .txt or .jsonl"),
+        ("a.txt", b"a \xff dog", "a.txt: cannot read prompts: not UTF-8"),
+        ("a.jsonl", '{"prompt": "x"}\n\n{"prompt": ', "a.jsonl, line 3: not valid JSON"),
+        ("a.jsonl", '{"prompt": "x"}\n["x"]', "a.jsonl, line 2: not a JSON object"),
+        ("a.jsonl", '{"tag": "colors"}', "a.jsonl, line 1: 'prompt' is missing"),
+        ("a.jsonl", '{"prompt": " "}', "a.jsonl, line 1: 'prompt' is missing"),
+        ("a.jsonl", '{"prompt": ["x"]}', "a.jsonl, line 1: 'prompt' is missing"),
+        ("a.jsonl", '{"prompt": "x", "tag": "colors"}', "line 1: metadata field 'include'"),
+        ("a.jsonl", json.dumps(change("include.1.count", 0)), r"line 1: .*'include\[1\].count'"),
+    ],
+)
+def test_bad_prompt_files_are_refused_in_one_line(tmp_path, name, text, reason):
+    path = write(tmp_path, name, text)
+    with pytest.raises(ValueError, match=reason) as caught:
+        read_prompts(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_prompt_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match="cannot read prompts: No such file or directory"):
+        read_prompts(tmp_path / "none.txt")
+    folder = tmp_path / "folder.txt"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="cannot read prompts: Is a directory"):
+        read_prompts(folder)
