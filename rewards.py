@@ -1,0 +1,566 @@
+"""Rewards: score images with one callable each, loaded only when asked for.
+
+    reward = make_reward("geneval_soft", clip=True)
+    values = reward(images, prompts, metadata)      # (B,) float32, native scale, NaN = not scored
+
+Nothing is rescaled, clipped or averaged here beyond what the source of a reward does itself. This
+file imports torch and the standard library; what else a reward needs, its factory imports.
+"""
+
+import inspect
+import io
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+Metadata = Mapping[str, Any]  # one prompt in GenEval's JSONL format
+Scorer = Callable[[Tensor, Sequence[str], Sequence[Metadata]], Iterable[float]]
+
+log = logging.getLogger("rewards")
+
+
+class RewardUnavailable(RuntimeError):
+    """A package, file or server that a reward needs is missing; one line with the remedy."""
+
+
+# --------------------------------------------------------------------------------------------------
+# The contract: what every reward accepts and returns
+# --------------------------------------------------------------------------------------------------
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """round(255 x) in fp32 for any float dtype in [0, 1]; uint8 passes (ddpo-pytorch@1958463)."""
+    if images.dtype == torch.uint8:
+        return images
+    return (images.float() * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+class Reward:
+    """(images (B, 3, H, W), prompts, metadata=None) -> (B,) float32 on the images' device, no grad.
+
+    images: float in [0, 1] of any float dtype, or uint8; a broken contract is a ValueError. A
+    sample that cannot be scored (non-finite pixels or score, bad metadata, an exception) is NaN,
+    with one warning a call; the others keep their score. kind: "cpu", "gpu" (on `device`), "http".
+    """
+
+    def __init__(
+        self,
+        score: Scorer,
+        kind: str = "cpu",
+        device: str | torch.device = "cpu",
+        check: Callable[[Any], None] | None = None,
+        self_test_case: Callable[[], tuple[Tensor, Sequence[Metadata]]] | None = None,
+    ) -> None:
+        self.name = "reward"
+        self.kind = kind
+        self.batch_size = 16
+        self._score, self._check, self._self_test_case = score, check, self_test_case
+        self._device = device if kind == "gpu" else "cpu"
+
+    @torch.no_grad()
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata] | None = None
+    ) -> Tensor:
+        _check_images(images)
+        B = len(images)
+        _check_length("prompts", prompts, B)
+        if metadata is None and self._check is not None:
+            raise ValueError(f"reward {self.name!r} needs metadata: one GenEval dict per image")
+        metas = [{}] * B if metadata is None else metadata
+        _check_length("metadata", metas, B)
+
+        errors = self._unusable(images, metas)  # sample index -> reason
+        usable = [i for i in range(B) if i not in errors]
+        values = torch.full((B,), math.nan)
+        for start in range(0, len(usable), self.batch_size):
+            self._score_into(
+                values, errors, usable[start : start + self.batch_size], images, prompts, metas
+            )
+        if errors:
+            first = min(errors)
+            log.warning(
+                f"reward {self.name!r}: {len(errors)} of {B} samples not scored (NaN); "
+                f"sample {first}: {errors[first]}"
+            )
+        return values.to(images.device)
+
+    def _unusable(self, images: Tensor, metas: Sequence[Metadata]) -> dict[int, str]:
+        errors = {}
+        finite = images.isfinite().flatten(1).all(1).tolist()
+        for i, meta in enumerate(metas):
+            if not finite[i]:
+                errors[i] = "non-finite pixels"
+            elif self._check is not None:
+                try:
+                    self._check(meta)
+                except ValueError as error:
+                    errors[i] = str(error)
+        return errors
+
+    def _score_into(
+        self,
+        values: Tensor,
+        errors: dict[int, str],
+        chosen: list[int],
+        images: Tensor,
+        prompts: Sequence[str],
+        metas: Sequence[Metadata],
+    ) -> None:
+        """Score the chosen samples; when a batch raises, each of its samples is tried alone."""
+        batch = to_uint8(images[chosen]).to(self._device)
+        try:
+            scores = list(
+                self._score(batch, [prompts[i] for i in chosen], [metas[i] for i in chosen])
+            )
+            if len(scores) != len(chosen):
+                raise ValueError(f"{len(scores)} scores for {len(chosen)} images")
+            rounded = torch.tensor([float(score) for score in scores])
+        except RewardUnavailable:
+            raise
+        except Exception as error:
+            if len(chosen) == 1:
+                errors[chosen[0]] = _one_line(error)
+                return
+            for i in chosen:
+                self._score_into(values, errors, [i], images, prompts, metas)
+            return
+        for i, value in zip(chosen, rounded, strict=True):
+            if value.isfinite():
+                values[i] = value
+            else:
+                errors[i] = f"the score is {value.item()}"
+
+    def self_test(self) -> None:
+        """Score pictures whose answer is known, if any: RuntimeError unless every score is 1."""
+        if self._self_test_case is None:
+            return
+        images, metas = self._self_test_case()
+        scores = self(images, [str(meta.get("prompt", "")) for meta in metas], metas).tolist()
+        if not scores or any(score != 1 for score in scores):
+            raise RuntimeError(
+                f"reward {self.name!r} fails its self-test: scores {scores} where all must be 1"
+            )
+
+
+def _check_images(images: Tensor) -> None:
+    wanted = "images must be a (B, 3, H, W) tensor, float in [0, 1] or uint8"
+    if not isinstance(images, Tensor):
+        raise ValueError(f"{wanted}, got {type(images).__name__}")
+    if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
+        raise ValueError(f"{wanted}, got shape {tuple(images.shape)}")
+    if images.dtype == torch.uint8:
+        return
+    if not images.is_floating_point():
+        raise ValueError(f"{wanted}, got dtype {images.dtype}")
+    finite = images[images.isfinite()].float()
+    if finite.numel() and (finite.min() < 0 or finite.max() > 1):
+        raise ValueError(f"{wanted}, got values in [{finite.min():.4g}, {finite.max():.4g}]")
+
+
+def _check_length(what: str, values: object, B: int) -> None:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise ValueError(f"{what} must be a list, one entry per image, got {type(values).__name__}")
+    if len(values) != B:
+        raise ValueError(f"{what} has {len(values)} entries for {B} images")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+# --------------------------------------------------------------------------------------------------
+# Names
+# --------------------------------------------------------------------------------------------------
+
+Factory = Callable[..., Reward]  # (device, dtype, **options) -> Reward
+REWARDS: dict[str, Factory] = {}
+
+
+def register(name: str) -> Callable[[Factory], Factory]:
+    """Decorator: file a factory under a name of REWARDS."""
+    return lambda factory: REWARDS.setdefault(name, factory)
+
+
+def make_reward(
+    name: str,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    batch_size: int = 16,
+    **opts: Any,
+) -> Reward:
+    """Load a reward; ValueError: bad name or option, RewardUnavailable: a missing dependency.
+
+    device and dtype are where and how its network runs (rewards without one ignore them);
+    batch_size is the most images scored at once and never changes a score.
+    """
+    if name not in REWARDS:
+        raise ValueError(f"unknown reward {name!r}; known rewards: {', '.join(sorted(REWARDS))}")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
+    known = [
+        option
+        for option in inspect.signature(REWARDS[name]).parameters
+        if option not in ("device", "dtype")
+    ]
+    for option in opts:
+        if option not in known:
+            raise ValueError(
+                f"reward {name!r} has no option {option!r}; its options: {', '.join(known)}"
+            )
+    reward = REWARDS[name](device=device, dtype=dtype, **opts)
+    reward.name, reward.batch_size = name, batch_size
+    return reward
+
+
+# --------------------------------------------------------------------------------------------------
+# JPEG size
+# --------------------------------------------------------------------------------------------------
+
+
+def jpeg_kilobytes(image: Tensor) -> float:
+    """kB (1000 bytes) of a uint8 (3, H, W) image as JPEG of quality 95 (ddpo-pytorch@1958463)."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    pixels = image.permute(1, 2, 0).contiguous().numpy()  # (H, W, 3)
+    Image.fromarray(pixels).save(buffer, format="JPEG", quality=95)
+    return len(buffer.getvalue()) / 1000
+
+
+def _jpeg(sign: int, scale: float) -> Reward:
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise RewardUnavailable("JPEG rewards need Pillow: pip install pillow") from error
+    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
+    return Reward(
+        lambda images, prompts, metas: [sign * jpeg_kilobytes(image) / scale for image in images]
+    )
+
+
+@register("jpeg_compressibility")
+def _(device: object, dtype: object, scale: float = 1) -> Reward:
+    """-kB / scale; ddpo-pytorch has scale 1, flow_grpo@ac4c86e 500."""
+    return _jpeg(-1, scale)
+
+
+@register("jpeg_incompressibility")
+def _(device: object, dtype: object, scale: float = 1) -> Reward:
+    """kB / scale."""
+    return _jpeg(1, scale)
+
+
+# --------------------------------------------------------------------------------------------------
+# GenEval: the rule (pure functions), then the two rewards
+# --------------------------------------------------------------------------------------------------
+
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1; y grows downwards
+RELATIONS = ("left of", "right of", "above", "below")
+
+
+class Detection(NamedTuple):
+    """One object found in an image."""
+
+    label: str
+    score: float
+    box: Box
+    color: str
+
+
+# uint8 (B, 3, H, W) and the metadata of B prompts -> B lists of detections
+Detector = Callable[[Tensor, Sequence[Metadata]], Sequence[Sequence[Detection]]]
+
+
+class GenevalScore(NamedTuple):
+    """benchmark: GenEval's rule; soft, strict: Flow-GRPO's training reward, exact-count rule."""
+
+    benchmark: bool
+    soft: float
+    strict: bool
+
+
+def relative_position(box_a: Box, box_b: Box) -> set[str]:
+    """Where A is, seen from B (geneval@af4902f).
+
+    Offset of the centres, less 0.1 (size A + size B) on each axis, over the length of the whole
+    offset; a relation holds beyond 0.5, so none, one or two of RELATIONS are returned.
+    """
+    offset, reduced = [], []
+    for low, high in ((0, 2), (1, 3)):
+        size = abs(box_a[high] - box_a[low]) + abs(box_b[high] - box_b[low])
+        shift = (box_a[low] + box_a[high]) / 2 - (box_b[low] + box_b[high]) / 2
+        offset.append(shift)
+        reduced.append(math.copysign(max(abs(shift) - 0.1 * size, 0), shift))
+    if max(abs(reduced[0]), abs(reduced[1])) < 1e-3:
+        return set()
+    dx, dy = (r / math.hypot(*offset) for r in reduced)
+    holds = (dx < -0.5, dx > 0.5, dy < -0.5, dy > 0.5)
+    return {relation for relation, true in zip(RELATIONS, holds, strict=True) if true}
+
+
+def geneval_score(
+    detections: Sequence[Detection], metadata: Metadata, clip: bool = False
+) -> GenevalScore:
+    """Score the detections of one image; metadata as check_metadata accepts it.
+
+    Benchmark: evaluate_images.py, geneval@af4902f. Soft, strict: gen_eval.py, reward-server@7131478
+    (Flow-GRPO), quirks included: both ignore `exclude`, and 16 objects where 1 is wanted give a
+    soft score of -14 unless `clip` holds every term at 0 or above.
+    """
+    found = _confident(detections, metadata["tag"])
+    benchmark, _ = _check_include(found, metadata["include"], best_only=True, clip=clip)
+    for clause in metadata.get("exclude", ()):
+        benchmark &= len(found.get(clause["class"], ())) < clause["count"]
+    strict, terms = _check_include(found, metadata["include"], best_only=False, clip=clip)
+    return GenevalScore(benchmark, sum(terms) / len(terms), strict)
+
+
+def _confident(detections: Sequence[Detection], tag: str) -> dict[str, list[Detection]]:
+    """Per label the detections above the threshold, best first, at most 16; overlaps stay."""
+    threshold = 0.9 if tag == "counting" else 0.3
+    found: dict[str, list[Detection]] = {}
+    for detection in sorted(map(Detection._make, detections), key=lambda d: -d.score):
+        if not all(map(math.isfinite, (detection.score, *detection.box))):
+            raise ValueError(f"detection with a non-finite score or box: {tuple(detection)}")
+        if detection.score > threshold:
+            found.setdefault(detection.label, []).append(detection)
+    return {label: objects[:16] for label, objects in found.items()}
+
+
+def _check_include(
+    found: Mapping[str, Sequence[Detection]],
+    include: Sequence[Metadata],
+    best_only: bool,
+    clip: bool,
+) -> tuple[bool, list[float]]:
+    """Check the clauses in order: do all hold, and Flow-GRPO's terms.
+
+    best_only looks at the `count` best objects of a class (more may be there), else at all of them.
+    """
+    terms: list[float] = []
+    groups: list[Sequence[Detection] | None] = []  # objects of each clause, None where it failed
+    for clause in include:
+        count = clause["count"]
+        objects = found.get(clause["class"], ())
+        objects = objects[:count] if best_only else objects
+        term = 1 - abs(count - len(objects)) / count
+        terms.append(max(term, 0.0) if clip else term)
+        matched = len(objects) == count
+        if not matched and ("color" in clause or "position" in clause):
+            terms.append(0.0)  # official: one zero, even for a clause with both
+        if matched and "color" in clause:
+            right = sum(d.color == clause["color"] for d in objects)
+            terms.append(1 - abs(count - right) / count)
+            matched = right == count
+        if matched and "position" in clause:
+            relation, target = clause["position"]
+            others = groups[target]
+            matched = others is not None and all(
+                relation in relative_position(d.box, other.box) for d in objects for other in others
+            )
+            if not matched:
+                terms.append(0.0)
+            if others is not None:
+                terms.append(1.0)  # official: added in any case, so a wrong relation costs half
+        groups.append(objects if matched else None)
+    return None not in groups, terms
+
+
+def check_metadata(meta: Any) -> None:
+    """Raise ValueError, naming the field, unless meta is a prompt in GenEval's JSONL format.
+
+    {"tag": str, "include": [{"class": str, "count": int >= 1, "color": str, "position": [relation,
+    index of an earlier clause]}, ...], "exclude": [{"class", "count"}, ...]}; color, position and
+    exclude may be absent, other top-level fields are free.
+    """
+    _require(isinstance(meta, Mapping), "", "must be a dict", meta)
+    tag = meta.get("tag")
+    _require(isinstance(tag, str) and tag != "", "tag", "must be a non-empty string", tag)
+    include, exclude = meta.get("include"), meta.get("exclude", [])
+    _require(_is_list(include) and len(include) > 0, "include", "must be a non-empty list", include)
+    _require(_is_list(exclude), "exclude", "must be a list", exclude)
+    for i, clause in enumerate(include):
+        _check_clause(clause, f"include[{i}]", ("class", "count", "color", "position"))
+        if "color" in clause:
+            _require(
+                isinstance(clause["color"], str),
+                f"include[{i}].color",
+                "must be a string",
+                clause["color"],
+            )
+        if "position" in clause:
+            position = clause["position"]
+            _require(
+                _is_list(position)
+                and len(position) == 2
+                and position[0] in RELATIONS
+                and _is_int(position[1])
+                and 0 <= position[1] < i,
+                f"include[{i}].position",
+                f"must be [one of {', '.join(RELATIONS)}; index of an earlier clause]",
+                position,
+            )
+    for i, clause in enumerate(exclude):
+        _check_clause(clause, f"exclude[{i}]", ("class", "count"))
+
+
+def _check_clause(clause: Any, where: str, fields: Sequence[str]) -> None:
+    _require(isinstance(clause, Mapping), where, "must be a dict", clause)
+    label, count = clause.get("class"), clause.get("count")
+    _require(
+        isinstance(label, str) and label != "",
+        f"{where}.class",
+        "must be a non-empty string",
+        label,
+    )
+    _require(_is_int(count) and count >= 1, f"{where}.count", "must be an integer >= 1", count)
+    for field in clause:
+        _require(
+            field in fields, f"{where}.{field}", f"is not one of {', '.join(fields)}", clause[field]
+        )
+
+
+def _require(holds: bool, field: str, rule: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"metadata{f' field {field!r}' if field else ''} {rule}, got {value!r}")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _make_detector(detector: str | Detector) -> Detector:
+    if callable(detector):
+        return detector
+    if detector != "shapes":
+        raise ValueError(f"unknown detector {detector!r}; known detectors: shapes, or a callable")
+    try:
+        from tiny.world import ShapeDetector
+    except ImportError as error:
+        raise RewardUnavailable(
+            "detector 'shapes' needs tiny/world.py beside rewards.py, and scipy: pip install scipy"
+            f" ({error})"
+        ) from error
+    return cast(Detector, ShapeDetector())
+
+
+def _geneval(detector: str | Detector, pick: Callable[[GenevalScore], float], clip: bool) -> Reward:
+    detect = _make_detector(detector)
+
+    def score(images: Tensor, prompts: Sequence[str], metas: Sequence[Metadata]) -> list[float]:
+        detections = detect(images, metas)
+        if len(detections) != len(metas):
+            raise ValueError(
+                f"the detector returned {len(detections)} lists for {len(metas)} images"
+            )
+        return [pick(geneval_score(d, m, clip)) for d, m in zip(detections, metas, strict=True)]
+
+    return Reward(
+        score, check=check_metadata, self_test_case=getattr(detect, "self_test_case", None)
+    )
+
+
+@register("geneval")
+def _(device: object, dtype: object, detector: str | Detector = "shapes") -> Reward:
+    """GenEval's benchmark rule, 0 or 1 (arXiv 2310.11513)."""
+    return _geneval(detector, lambda score: score.benchmark, clip=False)
+
+
+@register("geneval_soft")
+def _(
+    device: object, dtype: object, detector: str | Detector = "shapes", clip: bool = False
+) -> Reward:
+    """Flow-GRPO's training reward (arXiv 2505.05470); clip=True keeps it in [0, 1]."""
+    return _geneval(detector, lambda score: score.soft, clip)
+
+
+# --------------------------------------------------------------------------------------------------
+# Prompt files
+# --------------------------------------------------------------------------------------------------
+
+
+def read_prompts(path: str | Path) -> list[dict[str, Any]]:
+    """Read a .txt file (a prompt a line) or .jsonl file (GenEval metadata, or only "prompt").
+
+    Each prompt is a dict: "prompt" and the metadata of its line. Blank lines are skipped. A fault
+    is a ValueError in one line: file, line number, reason.
+    """
+    path = Path(path)
+    if path.suffix not in (".txt", ".jsonl"):
+        raise ValueError(f"{path}: a prompt file must end in .txt or .jsonl")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ValueError(f"{path}: cannot read prompts: {reason}") from error
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may hold U+2028
+        if not line.strip():
+            continue
+        try:
+            rows.append({"prompt": line.strip()} if path.suffix == ".txt" else _parse_row(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    if not rows:
+        raise ValueError(f"{path}: no prompts in this file")
+    return rows
+
+
+def _parse_row(line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"not a JSON object: {line.strip()[:60]}")
+    if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
+        raise ValueError("'prompt' is missing or not a non-empty string")
+    if row.keys() & {"tag", "include", "exclude"}:
+        check_metadata(row)
+    return row
+
+
+def read_splits(path: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(train, held-out) prompts: a folder with train.jsonl and heldout.jsonl, or one file for both."""
+    here = Path(__file__).parent / path
+    root = here if here.exists() else Path(path)
+    files = [root / "train.jsonl", root / "heldout.jsonl"] if root.is_dir() else [root, root]
+    try:
+        train, heldout = (read_prompts(file) for file in files)
+    except ValueError as error:
+        raise SystemExit(f"--prompts: {error}") from None
+    return train, heldout
+
+
+def parse_rewards(text: str) -> dict[str, float]:
+    """'pickscore:1,hpsv2:0.5' -> weights by name; a bare name weighs 1."""
+    out: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, weight = part.strip().partition(":")
+        try:
+            out[name] = float(weight or 1)
+        except ValueError:
+            raise SystemExit(f"--reward: {part!r} is not NAME or NAME:WEIGHT") from None
+    return out
+
+
+def load_rewards(
+    names: Iterable[str | None], options: dict[str, dict[str, Any]], device: str
+) -> dict[str, Reward]:
+    """Load each named reward once, with its options, and let it test itself."""
+    out = {}
+    for name in dict.fromkeys(filter(None, names)):
+        out[name] = make_reward(name, device=device, **options.get(name, {}))
+        out[name].self_test()
+    return out
