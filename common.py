@@ -1,0 +1,123 @@
+"""What every script shares: the maths of one denoising step, of advantages and of the losses.
+
+Part I needs torch and the standard library only: copy it, up to the next banner, into any codebase.
+Notation (the whole project keeps it): t, s = noise level now and next, 1 is pure noise, t > s;
+x_t = (1-t) x0 + t eps; v = eps - x0; abar = cumulative alpha product of variance-preserving models;
+r, A, rho = reward, advantage, probability ratio; B = P * G images, index = p * G + g.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# ---- Part I: the maths (torch only; copy this part anywhere) ----
+
+Coef = float | Tensor  # float, 0-d or (B,): broadcasts over the trailing axes of a latent
+Maybe = Tensor | None
+
+T_SINGULAR = 0.999  # from here up t counts as 1: grids often start at 0.9999, not at 1
+MAX_LOG_RHO = 20.0  # exp(20) = 5e8: far outside any clip range, far inside fp32
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+class Step(NamedTuple):
+    """One transition x_t -> x_s ~ N(mean, std^2); logp is that of x_next, (B,), MEAN over elements.
+
+    std is 0-d or (B, 1, ...). It is what the noise is multiplied by, step size included.
+    """
+
+    x_next: Tensor
+    logp: Tensor
+    mean: Tensor
+    std: Tensor
+
+
+def _upcast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All tensors in their common dtype, at least fp32 (float64 stays float64)."""
+    dtype = torch.float32
+    for x in tensors:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def _expand(c: Coef, x: Tensor) -> Tensor:
+    """A coefficient (float, 0-d or (B,)) in the dtype of x, ready to broadcast from the left."""
+    c = torch.as_tensor(c, dtype=x.dtype, device=x.device)
+    return c.view(-1, *[1] * (x.dim() - 1)) if c.dim() == 1 else c
+
+
+def _prepare(x: Tensor, y: Tensor, *coefs: Coef) -> tuple[Tensor, ...]:
+    """Two latents through _upcast, then their coefficients through _expand."""
+    x, y = _upcast(x, y)
+    return x, y, *(_expand(c, x) for c in coefs)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """(B, ...) -> (B,). Not dim=(1, 2, ...): an empty dim, for x of rank 1, averages over B."""
+    return x.reshape(x.shape[0], -1).mean(1)
+
+
+def interpolate(x0: Tensor, eps: Tensor, t: Coef) -> Tensor:
+    """x_t = (1-t) x0 + t eps, the rectified-flow path."""
+    x0, eps, t = _prepare(x0, eps, t)
+    return (1 - t) * x0 + t * eps
+
+
+def velocity_to_x0(x_t: Tensor, v: Tensor, t: Coef) -> Tensor:
+    """x0 = x_t - t v (rectified flow)."""
+    x_t, v, t = _prepare(x_t, v, t)
+    return x_t - t * v
+
+
+def velocity_to_eps(x_t: Tensor, v: Tensor, t: Coef) -> Tensor:
+    """eps = x_t + (1-t) v (rectified flow)."""
+    x_t, v, t = _prepare(x_t, v, t)
+    return x_t + (1 - t) * v
+
+
+def eps_to_x0(x_t: Tensor, eps: Tensor, abar: Coef) -> Tensor:
+    """x0 = (x_t - sqrt(1-abar) eps) / sqrt(abar) (variance preserving); singular at abar = 0."""
+    x_t, eps, abar = _prepare(x_t, eps, abar)
+    return (x_t - (1 - abar).sqrt() * eps) / abar.sqrt()
+
+
+def eps_to_velocity(x_t: Tensor, eps: Tensor, abar: Coef) -> Tensor:
+    """v = sqrt(abar) eps - sqrt(1-abar) x0 (variance preserving); singular at abar = 0.
+
+    Written without x0, whose division by sqrt(abar) would amplify the rounding of eps twice.
+    """
+    x_t, eps, abar = _prepare(x_t, eps, abar)
+    return (eps - (1 - abar).sqrt() * x_t) / abar.sqrt()
+
+
+def _standardise(d: Tensor, std: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    """(z = d / std, std, live). Where std = 0 z is 0, std is 1, and neither carries a gradient."""
+    std = torch.as_tensor(std, dtype=d.dtype, device=d.device)
+    live = std > 0
+    std = torch.where(live, std, 1.0)
+    # the inner where comes before the division, so the backward pass never meets 0 * inf
+    return torch.where(live, d, 0.0) / std, std, live
+
+
+def gaussian_logp(x: Tensor, mean: Tensor, std: float | Tensor) -> Tensor:
+    """log N(x; mean, std^2), MEAN over elements (papers: sum): clip ranges depend on resolution.
+
+    std broadcastable to x -> (B,). Elements with std = 0 are deterministic: 0, without gradient.
+    """
+    x, mean = _upcast(x, mean)
+    z, std, live = _standardise(x - mean, std)
+    return _mean(torch.where(live, -0.5 * z.square() - std.log() - HALF_LOG_2PI, 0.0))
+
+
+def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: float | Tensor) -> Tensor:
+    """KL of two Gaussians of one std: (mean - mean_ref)^2 / (2 std^2), MEAN over elements.
+
+    std broadcastable to mean -> (B,); 0 where std = 0. The beta values published for Flow-GRPO
+    since 2025-07-15 belong to its own formula, h times this one.
+    """
+    mean, mean_ref = _upcast(mean, mean_ref)
+    return _mean(0.5 * _standardise(mean - mean_ref, std)[0].square())
