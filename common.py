@@ -121,3 +121,85 @@ def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: float | Tensor) -> Tensor:
     """
     mean, mean_ref = _upcast(mean, mean_ref)
     return _mean(0.5 * _standardise(mean - mean_ref, std)[0].square())
+
+
+def _step(mean: Tensor, std: Tensor, noise: Maybe, x_next: Maybe) -> Step:
+    """Draw x_next = mean + std * noise (no noise: the mean), or score the x_next given."""
+    if x_next is None:
+        x_next = mean
+        if noise is not None:
+            mean, noise = _upcast(mean, noise)
+            x_next = mean + std * noise
+    x_next, mean = _upcast(x_next, mean)
+    # detached: through a reparametrised x_next the gradient of logp would be exactly 0
+    return Step(x_next, gaussian_logp(x_next.detach(), mean, std), mean, std)
+
+
+def euler_step(x: Tensor, v: Tensor, t: Coef, s: Coef) -> Tensor:
+    """x_s = x_t - (t-s) v: the probability-flow ODE of a rectified flow, first order."""
+    x, v, t, s = _prepare(x, v, t, s)
+    return x - (t - s) * v
+
+
+def flow_sde_step(
+    x: Tensor, v: Tensor, t: Coef, s: Coef, a: Coef, noise: Maybe = None, x_next: Maybe = None
+) -> Step:
+    """Flow-GRPO (2505.05470), h = t-s: mean = (1 - a^2 h / (2 (1-t))) x - (1 + a^2/2) h v,
+    std = a sqrt(t h / (1-t)). t >= 0.999 counts as 1, where the official code puts h for 1-t in
+    the noise: mean = (1 - a^2/2) x - h v, std = a for any h. a = 0 is exactly the Euler step.
+    """
+    x, v, t, s, a = _prepare(x, v, t, s, a)
+    h, first = t - s, t >= T_SINGULAR
+    h_over = torch.where(first, 1.0, h / torch.where(first, 1.0, 1 - t))
+    coef_v = h * torch.where(first, 1.0, 1 + a**2 / 2)
+    mean = x * (1 - a**2 / 2 * h_over) - coef_v * v
+    return _step(mean, a * torch.where(first, 1.0, t * h_over).sqrt(), noise, x_next)
+
+
+def flow_cps_step(
+    x: Tensor, v: Tensor, t: Coef, s: Coef, eta: Coef, noise: Maybe = None, x_next: Maybe = None
+) -> Step:
+    """CPS (2509.05952): mean = (1-s) x0 + s cos(eta pi/2) eps, std = s sin(eta pi/2).
+
+    logp is the true Gaussian one. The official code drops 1/(2 std^2) and the constants: its
+    log-ratio is 2 std^2 times this one, and its published clip ranges do not carry over.
+    """
+    x, v, t, s, eta = _prepare(x, v, t, s, eta)
+    angle = eta * (math.pi / 2)
+    mean = (1 - s) * velocity_to_x0(x, v, t) + s * angle.cos() * velocity_to_eps(x, v, t)
+    return _step(mean, s * angle.sin(), noise, x_next)
+
+
+def flow_dance_step(
+    x: Tensor, v: Tensor, t: Coef, s: Coef, eta: Coef, noise: Maybe = None, x_next: Maybe = None
+) -> Step:
+    """DanceGRPO (2505.07818), h = t-s, constant diffusion: std = eta sqrt(h),
+    mean = x - h v - eta^2 h eps / (2 t) with eps = x + (1-t) v. eta = 0 is the Euler step.
+    """
+    x, v, t, s, eta = _prepare(x, v, t, s, eta)
+    h = t - s
+    pull = eta**2 / 2 * h / torch.where(t > 0, t, 1.0)  # a step from t = 0 has h = 0: no 0 / 0
+    mean = x - h * v - pull * velocity_to_eps(x, v, t)
+    return _step(mean, eta * h.sqrt(), noise, x_next)
+
+
+def ddim_step(
+    x: Tensor,
+    eps: Tensor,
+    abar_t: Coef,
+    abar_s: Coef,
+    eta: Coef,
+    noise: Maybe = None,
+    x_next: Maybe = None,
+) -> Step:
+    """DDIM (2010.02502), A = abar_t, A' = abar_s: mean = sqrt(A') x0 + sqrt(1 - A' - std^2) eps,
+    std = eta sqrt((1-A') / (1-A) (1 - A/A')), 0 for A' = 1 or A' = A. eta = 1: DDPO's policy.
+    """
+    x, eps, abar_t, abar_s, eta = _prepare(x, eps, abar_t, abar_s, eta)
+    noisy = abar_t < 1
+    # A' - A is exact where 1 - A/A' cancels; clamp: rounding, or a grid that runs backwards
+    var = (1 - abar_s) / torch.where(noisy, 1 - abar_t, 1.0) * ((abar_s - abar_t) / abar_s)
+    std = eta * torch.where(noisy, var, 0.0).clamp(min=0).sqrt()
+    x0 = eps_to_x0(x, eps, abar_t)
+    mean = abar_s.sqrt() * x0 + (1 - abar_s - std**2).clamp(min=0).sqrt() * eps
+    return _step(mean, std, noise, x_next)
