@@ -9,7 +9,9 @@ r, A, rho = reward, advantage, probability ratio; B = P * G images, index = p * 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -203,3 +205,93 @@ def ddim_step(
     x0 = eps_to_x0(x, eps, abar_t)
     mean = abar_s.sqrt() * x0 + (1 - abar_s - std**2).clamp(min=0).sqrt() * eps
     return _step(mean, std, noise, x_next)
+
+
+def _finite64(r: Tensor) -> tuple[Tensor, Tensor, torch.dtype]:
+    """(rewards in float64 with 0 for the non-finite, mask of the finite, dtype of the result)."""
+    r = torch.as_tensor(r).detach()
+    if r.dim() != 1:
+        raise ValueError(f"rewards must have shape (B,), got {tuple(r.shape)}")
+    dtype = torch.float64 if r.dtype == torch.float64 else torch.float32
+    ok = r.isfinite()
+    return torch.where(ok, r, 0).double(), ok, dtype
+
+
+def _moments(r: Tensor, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, population std and "the values differ", each (..., 1), of the entries marked ok."""
+    n = ok.sum(-1, keepdim=True).clamp(min=1)
+    mean = torch.where(ok, r, 0.0).sum(-1, keepdim=True) / n
+    var = torch.where(ok, r - mean, 0.0).square().sum(-1, keepdim=True) / n
+    low = torch.where(ok, r, math.inf).amin(-1, keepdim=True)
+    high = torch.where(ok, r, -math.inf).amax(-1, keepdim=True)
+    # not var > 0: the rounded mean of equal values differs from them
+    return mean, var.sqrt(), high > low
+
+
+def group_advantages(
+    r: Tensor,
+    G: int,
+    std: Literal["group", "global", "none"] = "group",
+    eps: float = 1e-4,
+    clip: float | None = None,
+) -> Tensor:
+    """A = (r - group mean) / (std + eps), population std of the group or of all ("none": r - mean).
+
+    r (P*G,), groups adjacent -> (P*G,), clamped to +-clip. A non-finite reward gets 0 and touches
+    no other; a group of equal (or < 2 finite) rewards gets exactly 0. ValueError: G < 2, ragged.
+    """
+    if G < 2:
+        raise ValueError(f"G = {G}: a group needs at least 2 images to compare")
+    if std not in ("group", "global", "none"):
+        raise ValueError(f"std = {std!r}: use group, global or none")
+    r, ok, dtype = _finite64(r)
+    if len(r) % G:
+        raise ValueError(f"G = {G} does not divide the {len(r)} rewards")
+    mean, spread, differ = _moments(r.view(-1, G), ok.view(-1, G))  # (P, 1)
+    if std == "global":
+        spread = _moments(r, ok)[1]
+    scale = torch.ones_like(spread) if std == "none" else spread + eps
+    live = ok.view(-1, G) & differ
+    A = torch.where(live, r.view(-1, G) - mean, 0.0) / torch.where(differ, scale, 1.0)
+    A = A if clip is None else A.clamp(-clip, clip)
+    return A.flatten().to(dtype)
+
+
+class RewardHistory:
+    """DDPO's baseline (2305.13301): the last `size` rewards of each prompt, over iterations."""
+
+    def __init__(self, size: int, min_count: int, eps: float = 1e-6) -> None:
+        if size < 1:
+            raise ValueError(f"size = {size}: a history needs room for at least 1 reward")
+        self.size, self.min_count, self.eps = size, min_count, eps
+        self._rewards: dict[int, deque[float]] = {}
+
+    def advantages(self, prompt_ids: Tensor | Sequence[int], r: Tensor) -> Tensor:
+        """Append r, then A = (r - mean) / (std + eps) -> (B,), population std, over the prompt's
+        buffer or, while that has fewer than min_count values, over the batch. Non-finite rewards
+        get 0 and are not stored. Equal values give 0, also to a reward the buffer has dropped.
+        """
+        r, ok, dtype = _finite64(r)
+        ids = torch.as_tensor(prompt_ids, device=r.device)
+        if ids.shape != r.shape:
+            raise ValueError(f"prompt_ids {tuple(ids.shape)} for rewards {tuple(r.shape)}")
+        A = torch.zeros_like(r)
+        for i in set(ids[ok].tolist()):
+            mine = ok & (ids == i)
+            buffer = self._rewards.setdefault(int(i), deque(maxlen=self.size))
+            buffer.extend(r[mine].tolist())
+            known = r[ok] if len(buffer) < self.min_count else r.new_tensor(list(buffer))
+            mean, spread, differ = _moments(known, torch.ones_like(known, dtype=torch.bool))
+            if differ:
+                A[mine] = (r[mine] - mean) / (spread + self.eps)
+        return A.to(dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, lists and dicts, for an exact resume."""
+        return {"size": self.size, "rewards": {i: list(b) for i, b in self._rewards.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the buffers of `state_dict()`; ValueError if the history had another size."""
+        if state["size"] != self.size:
+            raise ValueError(f"the saved history has size {state['size']}, this one {self.size}")
+        self._rewards = {int(i): deque(b, self.size) for i, b in state["rewards"].items()}
