@@ -295,3 +295,80 @@ class RewardHistory:
         if state["size"] != self.size:
             raise ValueError(f"the saved history has size {state['size']}, this one {self.size}")
         self._rewards = {int(i): deque(b, self.size) for i, b in state["rewards"].items()}
+
+
+def clipped_surrogate(
+    logp: Tensor, logp_old: Tensor, A: Tensor, clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO (1707.06347), rho = exp(logp - logp_old): mean_B max(-A rho, -A clamp(rho, 1 -+ clip)).
+
+    All inputs (B,), gradient to logp only -> (loss (), stats). stats, 0-d and detached: rho_mean,
+    clip_fraction (|rho - 1| > clip, whatever the sign of A), kl_old = mean (log rho)^2 / 2,
+    log_rho_max = max |log rho|. |log rho| > 20 counts as 20, without gradient.
+    """
+    if not logp.shape == logp_old.shape == A.shape:
+        raise ValueError(f"shapes differ: {[tuple(x.shape) for x in (logp, logp_old, A)]}")
+    logp, logp_old = _upcast(logp, logp_old.detach())
+    A = A.detach().to(logp.dtype)
+    log_rho = logp - logp_old
+    rho = log_rho.clamp(-MAX_LOG_RHO, MAX_LOG_RHO).exp()  # exp may not overflow: 0 * inf is NaN
+    loss = torch.maximum(-A * rho, -A * rho.clamp(1 - clip, 1 + clip)).mean()
+    log_rho, rho = log_rho.detach(), rho.detach()
+    stats = {
+        "rho_mean": rho.mean(),
+        "clip_fraction": ((rho - 1).abs() > clip).to(rho.dtype).mean(),
+        "kl_old": 0.5 * log_rho.square().mean(),
+        "log_rho_max": log_rho.abs().max(),
+    }
+    return loss, stats
+
+
+def stratified_indices(n: int, M: int, generator: torch.Generator) -> Tensor:
+    """One uniform index per chunk of tensor_split(arange(n), M) -> (M,) long (V-GRPO, 2604.23380).
+
+    Increasing. Not uniform over indices where M does not divide n. ValueError unless 1 <= M <= n.
+    """
+    if not 1 <= M <= n:
+        raise ValueError(f"M = {M} chunks of {n} indices: need 1 <= M <= n")
+    device = generator.device
+    chunks = torch.arange(n, device=device).tensor_split(M)
+    return torch.cat(
+        [c[torch.randint(len(c), (1,), generator=generator, device=device)] for c in chunks]
+    )
+
+
+def denoising_error(
+    pred: Tensor, target: Tensor, weight: Literal["none", "self"] | Tensor = "none"
+) -> Tensor:
+    """mean (pred - target)^2 over elements -> (B,); a tensor weight, (B,), multiplies it.
+
+    "self" divides by sg(mean |pred - target|) clamped at 1e-5: V-GRPO (2604.23380) Eq. 14, but
+    with the MEAN of squares (paper: sum). ValueError: unequal shapes, another word.
+    """
+    if pred.shape != target.shape:
+        raise ValueError(f"pred {tuple(pred.shape)} and target {tuple(target.shape)} differ")
+    pred, target = _upcast(pred, target)
+    d = pred - target
+    if isinstance(weight, Tensor):
+        return _mean(_expand(weight, d) * d.square())
+    if weight not in ("none", "self"):
+        raise ValueError(f"weight = {weight!r}: use none, self or a tensor")
+    err = _mean(d.square())
+    return err if weight == "none" else err / _mean(d.detach().abs()).clamp(min=1e-5)
+
+
+def rwr_weights(r: Tensor, inverse_temperature: float, groups: Tensor | None = None) -> Tensor:
+    """RWR of DDPO (2305.13301): w = N softmax(inverse_temperature r) -> (B,), of all or per group.
+
+    N counts the finite rewards (of the group), so THEIR mean weight is 1; the non-finite weigh 0.
+    groups (B,) integer ids.
+    """
+    r, ok, dtype = _finite64(r)
+    groups = torch.zeros_like(r) if groups is None else torch.as_tensor(groups, device=r.device)
+    if groups.shape != r.shape:
+        raise ValueError(f"groups {tuple(groups.shape)} for rewards {tuple(r.shape)}")
+    w = torch.zeros_like(r)
+    for g in set(groups.tolist()):
+        live = ok & (groups == g)
+        w[live] = live.sum() * torch.softmax(inverse_temperature * r[live], 0)
+    return w.to(dtype)
