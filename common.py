@@ -8,10 +8,22 @@ r, A, rho = reward, advantage, probability ratio; B = P * G images, index = p * 
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import importlib.util
+import json
 import math
+import os
+import shutil
+import signal
+import sys
+import textwrap
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -372,3 +384,751 @@ def rwr_weights(r: Tensor, inverse_temperature: float, groups: Tensor | None = N
         live = ok & (groups == g)
         w[live] = live.sum() * torch.softmax(inverse_temperature * r[live], 0)
     return w.to(dtype)
+
+
+# ==== Part II: models (one small interface over diffusers' pipelines) =============================
+
+
+Cond = dict[str, Tensor]  # prompt condition, batch first
+Row = dict[str, Any]  # one line of a prompt file: prompt and metadata
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What diffusers' own configs do not say about a model."""
+
+    weights: str  # hub id, or a folder beside this file
+    resolution: int  # pixels; never above what the network was built for
+    text_tokens: int  # max_sequence_length of the pipeline: T5 tokens (zeros where there is no T5)
+    lora_targets: tuple[str, ...]  # suffixes of module names
+    reward_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+_JOINT_ATTENTION = (*_ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+MODELS = {
+    "tiny": ModelSpec(
+        weights="tiny/sd3",
+        resolution=64,
+        text_tokens=1,
+        lora_targets=(*_JOINT_ATTENTION, *_FEED_FORWARD),
+        # differs: unclipped, one extra object could cost more than everything else is worth
+        reward_options={"geneval_soft": {"clip": True}},
+    ),
+    # official: flow_grpo@9745241, config/grpo.py: 512 px, T5 length 128, attention only
+    "sd35m": ModelSpec("stabilityai/stable-diffusion-3.5-medium", 512, 128, _JOINT_ATTENTION),
+}
+
+
+def find_weights(model: str, weights: str | None) -> str:
+    """A local folder or a hub id; SystemExit in one line, before anything heavy is imported."""
+    source = weights or MODELS[model].weights
+    here = Path(__file__).parent / source
+    folder = here if weights is None and here.is_dir() else Path(source)
+    if (folder / "model_index.json").is_file():
+        return str(folder)
+    if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
+        raise SystemExit(
+            f"--weights: {source} holds no model_index.json; give the folder of a diffusers pipeline"
+        )
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(source, "model_index.json"), str):
+        return source
+    try:
+        HfApi().model_info(source, timeout=10)
+    except Exception as error:
+        raise SystemExit(
+            f"--model {model}: cannot reach {source} ({type(error).__name__}); run `hf download "
+            f"{source}` where there is a network (accept its licence first) and pass the folder by "
+            "--weights FOLDER"
+        ) from None
+    return source
+
+
+def absent_parts(source: str) -> dict[str, None]:
+    """Components that a local folder leaves out (a T5); diffusers wants them passed as None."""
+    path = Path(source) / "model_index.json"
+    index = json.loads(path.read_text()) if path.is_file() else {}
+    return {name: None for name, part in index.items() if part == [None, None]}
+
+
+class Policy:
+    """A diffusers text-to-image pipeline whose network carries a trainable fp32 LoRA.
+
+    Latents are (B, *latent_shape), t is the noise level in [0, 1], c comes from `encode`.
+    """
+
+    def __init__(
+        self, pipe: Any, spec: ModelSpec, source: str, device: str, lora_r: int, lora_alpha: int
+    ) -> None:
+        from peft import LoraConfig
+
+        self.pipe, self.spec, self.source = pipe, spec, source
+        self.device = torch.device(device)
+        self.transformer = pipe.transformer.to(device).requires_grad_(False).eval()
+        self.dtype = self.transformer.dtype  # of the base: later the LoRA is fp32
+        self.vae = pipe.vae.to(device, torch.float32).requires_grad_(False).eval()
+        self.vae.to(memory_format=torch.channels_last)  # half the time of a decode on a CPU
+        names = [name for name, _ in self.transformer.named_modules()]
+        for target in spec.lora_targets:
+            if not any(name.endswith("." + target) for name in names):
+                raise SystemExit(f"LoRA target {target!r} matches no module of the network")
+        shape: Any = dict(r=lora_r, lora_alpha=lora_alpha, target_modules=list(spec.lora_targets))
+        self.transformer.add_adapter(LoraConfig(init_lora_weights="gaussian", **shape))
+        self.params = [p for p in self.transformer.parameters() if p.requires_grad]
+        for p in self.params:
+            p.data = p.data.float()
+        self.network = self.transformer  # torch.compile replaces it
+        self.calls = 0  # images sent through the network; guidance sends each twice
+        self._old: list[torch.Tensor] | None = None
+        self._encodings: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        side = min(spec.resolution // pipe.vae_scale_factor, self.transformer.config.sample_size)
+        self.latent_shape = (self.transformer.config.in_channels, side, side)
+
+    # ---- text ----
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        """Prompt condition on the device, from a cache; encoders visit the device only on a miss.
+
+        Each text is encoded alone, so that its encoding does not depend on its neighbours.
+        """
+        missing = [p for p in dict.fromkeys(prompts) if p not in self._encodings]
+        parts = [self.pipe.text_encoder, self.pipe.text_encoder_2, self.pipe.text_encoder_3]
+        encoders = [e for e in parts if e is not None and missing]
+        for encoder in encoders:
+            encoder.to(self.device).eval()
+        for prompt in missing:
+            tokens, _, pooled, _ = self.pipe.encode_prompt(
+                prompt, None, None, device=self.device, do_classifier_free_guidance=False,
+                max_sequence_length=self.spec.text_tokens,
+            )  # fmt: skip
+            self._encodings[prompt] = (tokens.cpu(), pooled.cpu())
+        for encoder in encoders:
+            encoder.to("cpu")
+        tokens, pooled = zip(*(self._encodings[p] for p in prompts))
+        c = {"tokens": torch.cat(tokens), "pooled": torch.cat(pooled)}
+        return {k: x.to(self.device) for k, x in c.items()}
+
+    # ---- network ----
+
+    def velocity(self, x_t: Tensor, t: Coef, c: Cond, guidance: float = 1.0) -> Tensor:
+        """Velocity eps - x0, fp32 like x_t; guidance 1 costs one forward, any other value two."""
+        t = torch.as_tensor(t, dtype=torch.float32, device=x_t.device)
+        return self._guided(x_t, 1000 * t, c, guidance)
+
+    def _guided(self, x_t: Tensor, timestep: Tensor, c: Cond, guidance: float) -> Tensor:
+        timestep = timestep.to(x_t.device).expand(len(x_t))
+        if guidance == 1:
+            return self._forward(x_t, timestep, c)
+        empty = self.encode([""])  # the negative prompt of the stock pipeline
+        both = {k: torch.cat([empty[k].expand_as(c[k]), c[k]]) for k in c}  # uncond first
+        v = self._forward(torch.cat([x_t, x_t]), torch.cat([timestep, timestep]), both)
+        uncond, cond = v.chunk(2)
+        return uncond + guidance * (cond - uncond)
+
+    def _forward(self, x_t: Tensor, timestep: Tensor, c: Cond) -> Tensor:
+        self.calls += len(x_t)
+        out = self.network(
+            hidden_states=x_t.to(self.dtype),
+            timestep=timestep,
+            encoder_hidden_states=c["tokens"].to(self.dtype),
+            pooled_projections=c["pooled"].to(self.dtype),
+            return_dict=False,
+        )[0]
+        return out.float()
+
+    # ---- sampling ----
+
+    def scheduler(self, solver: str = "euler") -> Any:
+        """A fresh scheduler: the pipeline's own Euler flow, or DPM-Solver++ on the same sigmas."""
+        own = self.pipe.scheduler
+        if solver == "euler":
+            return type(own).from_config(own.config)
+        from diffusers import DPMSolverMultistepScheduler
+
+        return DPMSolverMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=own.config.shift
+        )
+
+    def grid(self, T: int) -> Tensor:
+        """Noise levels (T + 1,), fp32, from 1 to 0: the sigmas of the stock pipeline, bit for bit."""
+        scheduler = self.scheduler()
+        scheduler.set_timesteps(T)
+        return cast(Tensor, scheduler.sigmas).to(self.device)
+
+    @torch.no_grad()
+    def sample(
+        self, x: Tensor, c: Cond, T: int, guidance: float = 1.0, solver: str = "euler",
+        p_mix: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """Deterministic sampling of x0 from noise x by a diffusers scheduler.
+
+        Hybrid sampling (MixGRPO, arXiv 2507.21802): after the share p_mix of the steps the base
+        network takes over.
+        """
+        scheduler = self.scheduler(solver)
+        scheduler.set_timesteps(T)
+        scheduler.set_begin_index(0)
+        for i, timestep in enumerate(scheduler.timesteps):
+            with self.reference() if i >= p_mix * T else nullcontext():
+                v = self._guided(x, timestep.float(), c, guidance)
+            x = scheduler.step(v, timestep, x, return_dict=False)[0]
+        return x
+
+    @torch.no_grad()
+    def decode(self, x0: Tensor) -> Tensor:
+        """Images (B, 3, H, W), fp32 in [0, 1]."""
+        config = self.vae.config
+        image = self.vae.decode(x0.float() / config.scaling_factor + config.shift_factor).sample
+        return (image / 2 + 0.5).clamp(0, 1)
+
+    # ---- adapters ----
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """The frozen base: the adapter is off inside, and what was trainable stays trainable."""
+        self.transformer.disable_adapters()
+        try:
+            yield
+        finally:
+            self.transformer.enable_adapters()
+
+    def remember(self) -> None:
+        """Keep a frozen copy of the adapter: the behaviour policy that `old()` brings back."""
+        self._old = [p.detach().clone() for p in self.params]
+
+    @contextmanager
+    def old(self) -> Iterator[None]:
+        """The behaviour policy, for no-grad passes."""
+        if self._old is None:
+            raise RuntimeError("Policy.old: call remember() first")
+        with swapped(self.params, self._old):
+            yield
+
+    def save_lora(self, folder: Path, **settings: Any) -> None:
+        """Write a LoRA that `pipe.load_lora_weights(folder)` reads back exactly, alpha included.
+
+        `settings` (guidance, steps, ...) go beside it as settings.json.
+        """
+        from diffusers.training_utils import _collate_lora_metadata
+        from peft.utils import get_peft_model_state_dict
+
+        self.pipe.save_lora_weights(
+            str(folder),
+            transformer_lora_layers=get_peft_model_state_dict(self.transformer),
+            **_collate_lora_metadata({"transformer": self.transformer}),
+        )
+        (folder / "settings.json").write_text(json.dumps(settings, indent=1))
+
+
+@contextmanager
+def swapped(params: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """Put `values` in place of `params` and bring the exact originals back, exceptions included."""
+    kept = [p.detach().clone() for p in params]  # clone: on a CPU .cpu() would alias the weights
+    with torch.no_grad():
+        for p, value in zip(params, values):
+            p.copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(params, kept):
+                p.copy_(value)
+
+
+def load_policy(
+    model: str, weights: str | None = None, device: str = "cpu", dtype: torch.dtype = torch.float32,
+    lora_r: int = 16, lora_alpha: int = 32, seed: int = 0, gradient_checkpointing: bool = False,
+    compile: bool = False,
+) -> Policy:  # fmt: skip
+    """Load a pipeline of diffusers by hub id or folder and attach a LoRA, Gaussian by `seed`."""
+    source = find_weights(model, weights)
+    import diffusers
+    import transformers
+
+    for library in (diffusers, transformers):  # their bars and notices would bury the run's lines
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(
+        source, dtype={"vae": torch.float32, "default": dtype}, **absent_parts(source)
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = Policy(pipe, MODELS[model], source, device, lora_r, lora_alpha)
+    if gradient_checkpointing:
+        policy.transformer.enable_gradient_checkpointing()
+    if compile:
+        policy.network = torch.compile(policy.transformer)
+    return policy
+
+
+# ==== Part III: runs (noise, ranks, rewards, evaluation, settings, run folder) ====================
+
+
+def keyed_seed(*key: int | str) -> int:
+    """A 63-bit seed that depends on every part of the key."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def keyed_noise(
+    shape: Sequence[int], seed: int, purpose: str, iteration: int, indices: Iterable[int],
+    step: int = 0,
+) -> Tensor:  # fmt: skip
+    """Standard normal (len(indices), *shape) on the CPU, a function of its key alone.
+
+    indices are global sample indices: the same numbers for any number of ranks and any micro-batch.
+    """
+    rows = []
+    for index in indices:
+        g = torch.Generator().manual_seed(keyed_seed(seed, purpose, iteration, index, step))
+        rows.append(torch.randn(*shape, generator=g))
+    return torch.stack(rows)
+
+
+def prompt_rows(rows: Sequence[Row], P: int, G: int, seed: int, iteration: int) -> list[Row]:
+    """P * G prompt rows, the G of a group adjacent: one shuffled pass over all rows after another."""
+    out: list[Row] = []
+    for k in range(iteration * P, (iteration + 1) * P):
+        g = torch.Generator().manual_seed(keyed_seed(seed, "prompts", k // len(rows)))
+        out += [rows[int(torch.randperm(len(rows), generator=g)[k % len(rows)])]] * G
+    return out
+
+
+def micro_batches(c: Cond, indices: range, size: int) -> Iterator[tuple[Cond, range]]:
+    """(condition, global sample indices) in slices of at most `size`."""
+    for i in range(0, len(indices), size):
+        yield {k: x[i : i + size] for k, x in c.items()}, indices[i : i + size]
+
+
+def cat_batches(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate the tensors of micro-batches."""
+    listed = list(parts)
+    return {k: torch.cat([part[k] for part in listed]) for k in listed[0]}
+
+
+class Ranks:
+    """torch.distributed if torchrun started us, else one process. Ranks own whole groups."""
+
+    def __init__(self, device: str) -> None:
+        self.world, self.rank = (
+            int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", "1"), ("RANK", "0"))
+        )
+        self.device = device
+        if self.world > 1:
+            if device == "cuda":
+                self.device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+                torch.cuda.set_device(self.device)
+            torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+
+    def mine(self, n: int) -> range:
+        """The contiguous share of n items that this rank owns (n divisible by the world size)."""
+        return range(self.rank * n // self.world, (self.rank + 1) * n // self.world)
+
+    def gather(self, x: Any) -> list[Any]:
+        """One picklable object (or CPU tensor) a rank, in rank order, on every rank."""
+        out = [x] * self.world
+        if self.world > 1:
+            torch.distributed.all_gather_object(out, x)
+        return out
+
+    def average_gradients(self, params: Sequence[Tensor]) -> None:
+        """Mean of the gradients over ranks by one flat all-reduce; an absent gradient counts as 0."""
+        if self.world > 1:
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            flat = torch.cat([g.flatten() for g in grads])
+            torch.distributed.all_reduce(flat)
+            for p, g in zip(params, torch.split(flat / self.world, [p.numel() for p in params])):
+                p.grad = g.view_as(p).clone()
+
+
+# ---- rewards and evaluation ----
+
+
+def combine_rewards(
+    values: Tensor, weights: Sequence[float], G: int, mode: Literal["advantage", "reward"],
+    std: Literal["group", "global", "none"] = "group", clip: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Advantages (B,) of rewards (N, B); a sample that failed in any reward gets 0.
+
+    "advantage": normalise each reward, then weight and add (scaling one reward changes nothing);
+    "reward": weighted sum first.
+    """
+    w = torch.as_tensor(weights, dtype=torch.float64)[:, None]
+    values = values.masked_fill(~values.isfinite().all(0), math.nan).double()
+    if mode == "reward":
+        A = group_advantages((w * values).sum(0), G, std=std)
+    else:
+        each = torch.stack([group_advantages(v, G, std=std) for v in values])
+        A = (w * each).sum(0) / w.abs().sum()
+    return (A if clip is None else A.clamp(-clip, clip)).float()
+
+
+def score(rewards: dict[str, Any], images: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Rewards (N, B) in native scale, on the CPU; NaN where a sample could not be scored."""
+    prompts = [row["prompt"] for row in rows]
+    return torch.stack([fn(images, prompts, list(rows)).cpu() for fn in rewards.values()])
+
+
+EVAL_SEED = 0  # the same noise for every script and every --seed, so that runs can be compared
+SHORT = {"geneval": "strict", "geneval_soft": "soft"}  # eval/strict, eval/soft
+
+
+def evaluate(
+    policy: Policy, rewards: dict[str, Any], rows: Sequence[Row], args: Any, ranks: Ranks,
+    p_mix: float = 1.0,
+) -> tuple[dict[str, float], list[Row]]:  # fmt: skip
+    """Mean of each reward over all `rows` with fixed noise and the deterministic sampler.
+
+    Metrics are named eval/<reward>, and eval/kl_ref is the mean of (v - v_ref)^2 at t = 0.5: how far
+    the policy has left the base. One record a picture: index, image, prompt, values, distance.
+    """
+    records = []
+    mine = range(ranks.rank, len(rows), ranks.world)  # every prompt exactly once, also when ragged
+    for chunk in (mine[i : i + args.micro_batch] for i in range(0, len(mine), args.micro_batch)):
+        batch = [rows[i] for i in chunk]
+        c = policy.encode([row["prompt"] for row in batch])
+        eps = keyed_noise(policy.latent_shape, EVAL_SEED, "eval", 0, chunk).to(policy.device)
+        x0 = policy.sample(eps, c, args.eval_T, args.eval_guidance, args.solver, p_mix)
+        images = policy.decode(x0).cpu()
+        values = score(rewards, images, batch).T.tolist()
+        with torch.no_grad():
+            x_t = interpolate(x0, eps, 0.5)
+            v = policy.velocity(x_t, 0.5, c)
+            with policy.reference():
+                distance = (v - policy.velocity(x_t, 0.5, c)).square().flatten(1).mean(1).tolist()
+        for k, i in enumerate(chunk):
+            record = dict(index=i, prompt=batch[k]["prompt"], image=images[k])
+            records.append({**record, "values": values[k], "distance": distance[k]})
+    records = sorted((r for part in ranks.gather(records) for r in part), key=lambda r: r["index"])
+    metrics = {"eval/kl_ref": sum(r["distance"] for r in records) / len(records)}
+    for name, column in zip(rewards, torch.tensor([r["values"] for r in records]).T):
+        metrics[f"eval/{SHORT.get(name, name)}"] = float(column[column.isfinite()].mean())
+    return metrics, records
+
+
+class Ema:
+    """Exponential moving average of the LoRA for evaluation and export; rollouts use raw weights.
+
+    official: flow_grpo@9745241: decay min(cap, (1 + n) / (10 + n)), after every 8th optimizer step n.
+    """
+
+    def __init__(self, params: Sequence[Tensor], cap: float, every: int = 8) -> None:
+        self.params, self.cap, self.every, self.n = params, cap, every, 0
+        self.values = [p.detach().clone() for p in params]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Call once after every optimizer step."""
+        if (self.n + 1) % self.every == 0:
+            decay = min(self.cap, (1 + self.n) / (10 + self.n))
+            for value, p in zip(self.values, self.params):
+                value.lerp_(p, 1 - decay)
+        self.n += 1
+
+    def active(self) -> AbstractContextManager[None]:
+        """The averaged weights in place of the live ones; cap 0 means the live ones themselves."""
+        return swapped(self.params, self.values) if self.cap > 0 else nullcontext()
+
+
+# ---- settings ----
+
+# What may differ from the saved run on --resume: it changes what is shown or how fast, no number.
+RESUME_MAY_CHANGE = {"iterations", "save_every", "max_fail", "out", "resume", "overwrite", "track"}
+
+
+def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: str) -> Any:
+    """Defaults < the preset of --model, or the settings of the run to --resume < flags."""
+    import argparse
+
+    import tyro
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--model", default=cls().model)
+    first.add_argument("--resume", default=None)
+    known, _ = first.parse_known_args()
+    if known.model not in presets:
+        raise SystemExit(f"--model: unknown model {known.model!r}; known: {', '.join(presets)}")
+    saved = _saved_args(known.resume, cls, script) if known.resume else {}
+    base = saved or {"model": known.model, **presets[known.model]}
+    args = tyro.cli(cls, default=dataclasses.replace(cls(), **base), description=doc)
+    for key in saved.keys() - RESUME_MAY_CHANGE:
+        if getattr(args, key) != saved[key]:
+            raise SystemExit(
+                f"--resume: the run in {known.resume} has --{key.replace('_', '-')} {saved[key]}, not "
+                f"{getattr(args, key)}; drop the flag or start a new run"
+            )
+    names = "+".join(part.partition(":")[0] for part in args.reward.split(","))
+    args.out = args.resume or args.out or f"runs/{script}-{args.model}-{names}-s{args.seed}"
+    args.micro_batch = min(args.micro_batch, args.P * args.G)
+    return args
+
+
+def _saved_args(folder: str, cls: Any, script: str) -> dict[str, Any]:
+    path = Path(folder) / "args.json"
+    if not path.is_file() or not path.with_name("state.pt").is_file():
+        raise SystemExit(f"--resume: {folder} holds no saved run (args.json and state.pt)")
+    saved: dict[str, Any] = json.loads(path.read_text())
+    if saved.pop("script", None) != script:
+        raise SystemExit(f"--resume: {folder} was not written by {script}.py")
+    other = saved.keys() ^ {f.name for f in dataclasses.fields(cls)}
+    if other:
+        raise SystemExit(f"--resume: {path} has other settings than this version: {sorted(other)}")
+    return saved
+
+
+def check_args(args: Any) -> None:
+    """Refuse impossible settings in one line that names the flag, before any model is loaded."""
+    from rewards import REWARDS, parse_rewards
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    for flag in ("P", "micro_batch", "T", "eval_T", "lora_r", "lora_alpha", "eval_prompts",
+                 "eval_every", "save_every"):  # fmt: skip
+        refuse_if(getattr(args, flag) < 1, flag, f"{getattr(args, flag)} is below 1")
+    refuse_if(args.iterations < 0, "iterations", f"{args.iterations} is negative")
+    refuse_if(args.G < 2, "G", f"a group of {args.G} has no advantage; use 2 or more")
+    refuse_if(args.P % world > 0, "P", f"{args.P} groups cannot be shared by {world} processes")
+    for flag in ("lr", "guidance", "eval_guidance", "max_grad_norm", "adv_clip"):
+        value = getattr(args, flag)
+        bad = value is not None and not 0 < value < math.inf
+        refuse_if(bad, flag, f"{value} is not a positive number")
+    for flag, high in dict(ema=1.0, max_fail=1.0, weight_decay=1.0).items():
+        value = getattr(args, flag)
+        refuse_if(not 0 <= value <= high, flag, f"{value} is outside 0..1")
+    wanted = [("reward", name) for name in parse_rewards(args.reward)]
+    for flag, name in [*wanted, ("heldout_reward", args.heldout_reward or wanted[0][1])]:
+        known = ", ".join(REWARDS)
+        refuse_if(name not in REWARDS, flag, f"unknown reward {name!r}; known: {known}")
+    no_cuda = args.device.startswith("cuda") and not torch.cuda.is_available()
+    refuse_if(no_cuda, "device", "no CUDA device here; use --device cpu")
+    no_wandb = args.track and importlib.util.find_spec("wandb") is None
+    refuse_if(no_wandb, "track", "needs wandb: pip install wandb")
+    first = os.environ.get("RANK", "0") == "0"  # it makes the folder, perhaps before others look
+    exists = first and Path(args.out).exists() and not (args.resume or args.overwrite)
+    refuse_if(exists, "out", f"{args.out} exists; add --resume {args.out} or --overwrite")
+
+
+def refuse_if(bad: bool, flag: str, why: str) -> None:
+    """Leave with one line that names the flag."""
+    if bad:
+        raise SystemExit(f"--{flag.replace('_', '-')}: {why}")
+
+
+# ---- run folder ----
+
+SHOWN = ("reward/mean", "eval/strict", "eval/soft", "clip_fraction", "grad_norm", "seconds")
+
+
+class Run:
+    """The run folder: args.json, metrics.jsonl, curves.png, samples/, lora/, best/, state.pt.
+
+    As a context manager it leaves curves.png and lora/ behind however the run ends.
+    """
+
+    def __init__(
+        self, args: Any, script: str, ranks: Ranks, policy: Policy, optimizer: Any, ema: Ema
+    ) -> None:
+        self.args, self.ranks, self.policy = args, ranks, policy
+        self.optimizer, self.ema = optimizer, ema
+        self.folder, self.writes, self.stop = Path(args.out), ranks.rank == 0, False
+        self.done, self.best, self.declines = 0, -math.inf, 0
+        self.rows: list[dict[str, float]] = []
+        if args.resume:
+            self._load()
+        if self.writes:
+            if args.overwrite and not args.resume and self.folder.exists():
+                shutil.rmtree(self.folder)
+            (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"script": script, **dataclasses.asdict(args)}, indent=1)
+            write_atomic(self.folder / "args.json", text)
+            lines = "".join(json.dumps(row) + "\n" for row in self.rows)
+            write_atomic(self.folder / "metrics.jsonl", lines)
+            count = sum(p.numel() for p in policy.params)
+            print(f"{self.folder}: {count:,} trained parameters, from iteration {self.done}")
+        self.wandb: Any = None
+        if args.track and self.writes:
+            import wandb
+
+            self.wandb = wandb.init(project="diffusion-rl", config=vars(args))
+
+    def __enter__(self) -> Run:
+        self.before = {
+            n: signal.signal(n, self._interrupt) for n in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        if self.writes:
+            draw_curves(self.rows, self.folder / "curves.png")
+            self._save_lora("lora")
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
+        print("\nstopping after this iteration (once more: at once)", file=sys.stderr, flush=True)
+
+    def iterations(self) -> Iterator[int]:
+        """Iterations still to do, with a progress bar on a terminal, until done or interrupted.
+
+        After each, every save_every: state.pt for an exact resume, and lora/.
+        """
+        from tqdm import tqdm
+
+        todo, total = range(self.done, self.args.iterations), self.args.iterations
+        off = not (self.writes and sys.stderr.isatty())
+        self.bar = tqdm(todo, initial=self.done, total=total, disable=off, unit="it")
+        for iteration in self.bar:
+            yield iteration
+            self.done, self.stop = iteration + 1, any(self.ranks.gather(self.stop))
+            if self.stop or self.done == total or self.done % self.args.save_every == 0:
+                self._save()
+            if self.stop:
+                break
+
+    def evaluate(
+        self, iteration: int, rewards: dict[str, Any], rows: Sequence[Row], p_mix: float = 1.0
+    ) -> dict[str, float]:
+        """Evaluate, draw, keep best/ by the held-out reward, warn loudly of a decline."""
+        name = self.args.heldout_reward or next(iter(rewards))
+        key = f"eval/{SHORT.get(name, name)}"
+        with self.ema.active():
+            metrics, records = evaluate(
+                self.policy, rewards, rows[: self.args.eval_prompts], self.args, self.ranks, p_mix
+            )
+            if self.writes and metrics[key] > self.best:
+                self._save_lora("best", average=False)
+        if self.writes:
+            draw_samples(records[:18], list(rewards), self.folder / f"samples/{iteration:05d}.png")
+            draw_curves(self.rows, self.folder / "curves.png")
+        start = next((row[key] for row in self.rows if key in row), metrics[key])
+        self.best = max(self.best, metrics[key])
+        self.declines = self.declines + 1 if metrics[key] < start else 0
+        if self.writes and self.declines >= 3:
+            line = f"WARNING: held-out {name} is below its start ({start:.3f}) for {self.declines} "
+            print(line + f"evaluations, now {metrics[key]:.3f}", file=sys.stderr, flush=True)
+        return metrics
+
+    def reward_metrics(self, weights: dict[str, float], values: Tensor) -> dict[str, float]:
+        """Means of the rewards (N, B) and the share that failed; too large a share ends the run."""
+        failed = float((~values.isfinite()).any(0).float().mean())
+        if failed > self.args.max_fail:
+            raise SystemExit(
+                f"--max-fail: {failed:.0%} of the samples of one iteration got no {self.args.reward} "
+                f"reward, above {self.args.max_fail:.0%}; the warnings above say why"
+            )
+        out = {f"reward/{n}": float(v[v.isfinite()].mean()) for n, v in zip(weights, values)}
+        mean = sum(w * out[f"reward/{n}"] for n, w in weights.items())
+        return {"reward/mean": mean, **out, "reward/fail_frac": failed}
+
+    def log(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Append one strict-JSON line; a number that is not finite is left out."""
+        row = {"iteration": iteration, **{k: v for k, v in metrics.items() if math.isfinite(v)}}
+        self.rows.append(row)
+        if not self.writes:
+            return
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+        if self.wandb is not None:
+            self.wandb.log(row, step=iteration)
+        shown = " | ".join(f"{k} {row[k]:.4g}" for k in SHOWN if k in row)
+        if self.bar.disable:
+            print(f"[{iteration}/{self.args.iterations}] {shown}", flush=True)
+        else:
+            self.bar.set_postfix_str(shown)
+
+    def _save(self) -> None:
+        if self.writes:
+            state = dict(done=self.done, best=self.best, declines=self.declines, rows=self.rows)
+            state |= dict(params=[p.detach() for p in self.policy.params], ema=self.ema.values)
+            state |= dict(ema_n=self.ema.n, optimizer=self.optimizer.state_dict())
+            torch.save(state, self.folder / "state.tmp")
+            (self.folder / "state.tmp").replace(self.folder / "state.pt")
+            self._save_lora("lora")
+
+    @torch.no_grad()
+    def _load(self) -> None:
+        state = torch.load(self.folder / "state.pt", weights_only=True, map_location="cpu")
+        for p, value in zip(self.policy.params, state["params"], strict=True):
+            p.copy_(value)
+        for p, value in zip(self.ema.values, state["ema"], strict=True):
+            p.copy_(value)
+        self.ema.n, self.done, self.best = state["ema_n"], state["done"], state["best"]
+        self.declines, self.rows = state["declines"], state["rows"]
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _save_lora(self, name: str, average: bool = True) -> None:
+        keep = ("model", "weights", "guidance", "eval_guidance", "eval_T", "solver", "lora_alpha")
+        settings = {k: getattr(self.args, k) for k in keep}
+        with self.ema.active() if average else nullcontext():
+            self.policy.save_lora(self.folder / name, **settings)
+
+    def finish(self, rewards: dict[str, Any], rows: Sequence[Row], p_mix: float = 1.0) -> None:
+        """The last evaluation, and the lines that sample from the trained model."""
+        if self.stop:
+            print(f"stopped and saved; go on with --resume {self.folder}")
+            return
+        self.log(self.done, self.evaluate(self.done, rewards, rows, p_mix))
+        if self.writes:
+            a, policy = self.args, self.policy
+            absent = "".join(f", {name}=None" for name in absent_parts(policy.source))
+            print(
+                f"pipe = diffusers.{type(policy.pipe).__name__}.from_pretrained({policy.source!r}"
+                f"{absent}); pipe.load_lora_weights({str(self.folder / 'lora')!r})\n"
+                f"pipe(PROMPT, num_inference_steps={a.eval_T}, guidance_scale={a.eval_guidance}, "
+                f"max_sequence_length={policy.spec.text_tokens}).images[0].save('out.png')"
+            )
+
+
+def merge_logs(logs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean of every statistic over the micro-steps of an update; the largest of those named max."""
+    columns: dict[str, list[float]] = {}
+    for key, value in (item for row in logs for item in row.items()):
+        columns.setdefault(key, []).append(value)
+    return {k: max(v) if k.endswith("max") else sum(v) / len(v) for k, v in columns.items()}
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write through a temporary file, then rename."""
+    tmp = path.with_suffix(path.suffix + ".tmp")
+    tmp.write_text(text)
+    tmp.replace(path)
+
+
+def draw_samples(records: Sequence[Row], names: Sequence[str], path: Path) -> None:
+    """A sheet of pictures with the prompt and the rewards under each."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 2.6 * -(-len(records) // 6)), layout="tight")
+    for k, record in enumerate(records):
+        axis = figure.add_subplot(-(-len(records) // 6), 6, k + 1, xticks=[], yticks=[])
+        axis.imshow(record["image"].permute(1, 2, 0).numpy(), interpolation="nearest")
+        values = " ".join(f"{SHORT.get(n, n)} {v:.2f}" for n, v in zip(names, record["values"]))
+        axis.set_xlabel("\n".join([*textwrap.wrap(record["prompt"], 32)[:3], values]), fontsize=7)
+    figure.savefig(path, dpi=100)
+
+
+def draw_curves(rows: Sequence[dict[str, float]], path: Path) -> None:
+    """Rewards, evaluation and the health of the update over the iterations."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 3.6), layout="tight")
+    groups = {
+        "training": ["reward/mean", "reward/fail_frac"],
+        "update": ["clip_fraction", "kl_ref"],
+    }
+    groups["evaluation"] = sorted({k for row in rows for k in row if k.startswith("eval/")})
+    groups["gradient and spread"] = ["grad_norm", "diversity"]
+    for k, (title, keys) in enumerate(groups.items()):
+        axis = figure.add_subplot(1, len(groups), k + 1, title=title, xlabel="iteration")
+        for key in keys:
+            points = [(row["iteration"], row[key]) for row in rows if key in row]
+            axis.plot([x for x, _ in points], [y for _, y in points], marker=".", label=key)
+        axis.legend(fontsize=8)
+    figure.savefig(path.with_suffix(".tmp.png"), dpi=90)
+    path.with_suffix(".tmp.png").replace(path)

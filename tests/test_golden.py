@@ -20,9 +20,7 @@ ELSEWHERE = {
     "rwr sparse masks": "percentile masks belong to ddpo.py (RWR_sparse)",
     "nft_optimum": "DiffusionNFT's own loss: no script of this project implements it",
 }
-TABLES_ELSEWHERE = {
-    "flux512_mu": "the shift of a time grid belongs to Policy.grid",
-}
+TABLES_ELSEWHERE = {"flux512_mu": "the shift of a time grid belongs to Policy.grid"}
 CHECKS = {}
 TABLE_CHECKS = {}
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)

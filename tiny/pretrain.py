@@ -25,8 +25,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tiny.world import COLORS, NUMBERS, PREFIXES, RELATIONS, SHAPES, interleave
-from tiny.world import render, sample_scene, split_prompts
+from tiny.world import (
+    COLORS,
+    NUMBERS,
+    PREFIXES,
+    RELATIONS,
+    SHAPES,
+    interleave,
+    render,
+    sample_scene,
+    split_prompts,
+)
 
 LATENT_CHANNELS, LATENT_SIDE, PATCH = 4, 16, 4  # 16 tokens of 16 x 16 pixels
 TEXT_TOKENS = 10  # the longest caption has 8 words, and two special tokens
@@ -208,7 +217,7 @@ def make_models(vocab: int) -> torch.nn.ModuleDict:
     from diffusers import SD3Transformer2DModel
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-    transformer = SD3Transformer2DModel(
+    transformer: Any = SD3Transformer2DModel(
         sample_size=LATENT_SIDE,
         patch_size=PATCH,
         in_channels=LATENT_CHANNELS,
@@ -335,7 +344,7 @@ def export(models: torch.nn.ModuleDict, vae: Any, work: Path, out: Path) -> None
     """
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
-    pipe = StableDiffusion3Pipeline(
+    pipe: Any = StableDiffusion3Pipeline(
         transformer=copy.deepcopy(models["transformer"]).half(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
         vae=copy.deepcopy(vae).half(),

@@ -206,7 +206,7 @@ _Y, _X = np.mgrid[0:SIZE, 0:SIZE].astype(np.float32) + 0.5
 
 def render(scene: Scene) -> torch.Tensor:
     """uint8 (3, 64, 64), anti-aliased by signed distance."""
-    image = np.full((SIZE, SIZE, 3), scene.ground * 255, dtype=np.float32)
+    image: np.ndarray = np.full((SIZE, SIZE, 3), scene.ground * 255, dtype=np.float32)
     for s in scene.shapes:
         cover = np.clip(0.5 - _distance(s), 0, 1)[..., None]
         image = image * (1 - cover) + np.asarray(COLORS[s.color], dtype=np.float32) * cover

@@ -1,0 +1,384 @@
+"""Flow-GRPO: group relative policy optimisation of flow models by turning their ODE into an SDE.
+
+Liu et al., Flow-GRPO, arXiv 2505.05470v5; MixGRPO: Li et al., arXiv 2507.21802v3; CPS: Wang & Yu,
+Coefficients-Preserving Sampling, arXiv 2509.05952v2.
+
+Denoising is a Markov decision process. The Euler step of the flow ODE becomes a step of an SDE with
+the same marginals, so that each step has a Gaussian log-density; the advantage of an image against
+the other images of its prompt then trains every stochastic step by PPO's clipped surrogate:
+
+    L = mean over (image, step) of max(-A rho, -A clamp(rho, 1 - clip, 1 + clip)) + beta KL(base)
+    rho = exp(logp(x_s | x_t, c) - logp_old),  A = (r - mean_group r) / (std r + 1e-4)
+
+    python flow_grpo.py                                    # the shipped tiny model, on a CPU
+    python flow_grpo.py --window 3 --sde cps --a 0.8       # Flow-GRPO-Fast
+    python flow_grpo.py --window 4 --window-schedule progressive --same-latent     # MixGRPO
+    python flow_grpo.py --model sd35m --reward jpeg_compressibility --prompts prompts.txt
+
+Departures are marked `# differs:` and listed in the README. Diff it against vgrpo.py.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import common
+from common import Policy, Ranks, Run
+from rewards import load_rewards, parse_rewards, read_splits
+
+# ==== 1. Settings =================================================================================
+
+
+@dataclass
+class Args:
+    """Settings; presets per model below override these defaults, flags override both."""
+
+    model: str = "tiny"
+    """tiny (shipped, runs on a CPU) or sd35m (Stable Diffusion 3.5 Medium)"""
+    weights: str | None = None
+    """hub id or local folder instead of the model's own"""
+    reward: str = "geneval_soft"
+    """reward to train on, or several: NAME:WEIGHT,NAME:WEIGHT"""
+    combine: Literal["advantage", "reward"] = "advantage"
+    """several rewards: add normalised advantages, or raw rewards"""
+    heldout_reward: str | None = "geneval"
+    """reward that is only watched: it chooses best/"""
+    prompts: str = "tiny/prompts"
+    """folder with train.jsonl and heldout.jsonl, or one .jsonl / .txt file for both"""
+    iterations: int = 100
+    """rollouts"""
+    P: int = 6
+    """prompts per iteration"""
+    G: int = 16
+    """images per prompt"""
+    micro_batch: int = 96
+    """images per forward; changes memory and nothing else"""
+    T: int = 10
+    """denoising steps of a rollout"""
+    guidance: float = 1.0
+    """classifier-free guidance of rollout and update; 1 is off and costs one forward"""
+    solver: Literal["euler", "dpm2"] = "euler"
+    """deterministic sampler of the evaluation"""
+    lr: float = 1e-3
+    """AdamW learning rate"""
+    lora_r: int = 16
+    """LoRA rank"""
+    lora_alpha: int = 32
+    """LoRA alpha; the update is scaled by alpha / r"""
+    weight_decay: float = 1e-4
+    """AdamW weight decay"""
+    max_grad_norm: float = 1.0
+    """gradient clipping"""
+    adv_std: Literal["group", "global", "none"] = "global"
+    """advantages are divided by the std of their group, of the iteration, or not"""
+    adv_clip: float | None = 5.0
+    """advantages are clamped to +- this"""
+    ema: float = 0.0
+    """cap of the LoRA's moving average used in evaluation and export; 0 is off"""
+    eval_every: int = 10
+    """iterations between evaluations"""
+    eval_prompts: int = 48
+    """held-out prompts per evaluation"""
+    eval_guidance: float = 1.0
+    """guidance of the evaluation"""
+    eval_T: int = 20
+    """steps of the evaluation"""
+    save_every: int = 10
+    """iterations between saved states"""
+    max_fail: float = 0.25
+    """stop when a larger share of an iteration's rewards failed"""
+    seed: int = 0
+    """seed of LoRA, prompts and noise"""
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    """cpu, cuda"""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """of the frozen base; the LoRA and all mathematics are float32"""
+    gradient_checkpointing: bool = False
+    """less memory, one more forward"""
+    compile: bool = False
+    """torch.compile the network"""
+    out: str = ""
+    """run folder (default: runs/SCRIPT-MODEL-REWARD-sSEED)"""
+    resume: str | None = None
+    """run folder to continue, bit for bit on a CPU"""
+    overwrite: bool = False
+    """delete the run folder first if it exists"""
+    track: bool = False
+    """log to wandb as well"""
+
+    # ---- this algorithm only ----
+    sde: Literal["sde", "cps", "dance"] = "sde"
+    """stochastic step: Flow-GRPO's SDE, coefficients-preserving, DanceGRPO's"""
+    a: float = 0.7
+    """noise level of the step (eta for cps and dance)"""
+    window: int = 0
+    """stochastic, trained steps per rollout, the others are ODE steps; 0 = all but the last"""
+    window_schedule: Literal["random", "progressive", "frozen"] = "random"
+    """where the window starts: anywhere (Fast), moving with the iterations (MixGRPO), at window-lo"""
+    window_lo: int = 0
+    """first step the window may cover"""
+    window_hi: int = 0
+    """end (exclusive) of the steps the window may cover; 0 = T - 1"""
+    window_every: int = 25
+    """progressive: iterations between two moves of the window"""
+    window_stride: int = 1
+    """progressive: steps per move"""
+    same_latent: bool = False
+    """one initial noise per group (MixGRPO); the noise of the steps stays independent"""
+    updates: int = 2
+    """optimizer steps per rollout, each on its own share of the images"""
+    clip: float = 1e-4
+    """PPO range on rho of the MEAN log-density: depends on the resolution (README, clip table)"""
+    beta: float = 0.0
+    """weight of the KL to the base; 0 makes no reference forward"""
+    kl: Literal["official", "exact"] = "official"
+    """official: step size times the exact per-element KL; published betas belong to it"""
+    train_guidance: float | None = None
+    """guidance of the update if it must differ from the rollout's: rho is then not 1 on-policy"""
+    p_mix: float = 1.0
+    """evaluation: share of the steps made by the trained network, the base makes the rest"""
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "sd35m": dict(  # official: flow_grpo@9745241 config/grpo.py, the one-GPU OCR row
+        P=8,  # 64 images an epoch
+        G=8,
+        micro_batch=8,
+        T=10,
+        guidance=4.5,
+        lr=3e-4,
+        lora_r=32,
+        lora_alpha=64,
+        adv_std="global",
+        ema=0.9,
+        eval_every=60,
+        eval_guidance=4.5,
+        eval_T=40,
+        save_every=60,
+        beta=0.04,  # with the official KL
+        clip=1e-4,
+        dtype="bfloat16",  # ours: official fp16 autocast over fp32 weights needs more memory
+        prompts="prompts",  # ours
+    ),
+}
+
+
+def check_own(args: Args) -> None:
+    """Refuse impossible settings of this algorithm in one line that names the flag."""
+    hi = args.window_hi or args.T - 1
+    if args.T < 2:
+        raise SystemExit(f"--T: {args.T} leaves no trained step; the last step is never trained")
+    if not 0 <= args.window_lo < hi <= args.T - 1:
+        raise SystemExit(f"--window-lo/--window-hi: {args.window_lo}..{hi} outside 0..{args.T - 1}")
+    if not 0 <= args.window <= hi - args.window_lo:
+        raise SystemExit(f"--window: {args.window} steps do not fit into {args.window_lo}..{hi}")
+    if not args.a > 0 or (args.sde == "cps" and args.a > 1):
+        raise SystemExit(f"--a: noise level {args.a} is not positive" + " or above 1 for cps")
+    for flag, low in dict(updates=1, window_every=1, window_stride=1).items():
+        if getattr(args, flag) < low:
+            raise SystemExit(f"--{flag.replace('_', '-')}: {getattr(args, flag)} is below {low}")
+    if not args.clip > 0 or not args.beta >= 0:
+        raise SystemExit(f"--clip {args.clip} must be positive, --beta {args.beta} not negative")
+    if not 0 <= args.p_mix <= 1:
+        raise SystemExit(f"--p-mix: {args.p_mix} is outside 0..1")
+
+
+SCRIPT = "flow_grpo"
+
+
+def parse_args() -> Args:
+    """Defaults < preset of --model < flags; impossible settings end here, in one line."""
+    args: Args = common.parse_args(Args, PRESETS, SCRIPT, __doc__)
+    common.check_args(args)
+    check_own(args)
+    return args
+
+
+# ==== 2. Algorithm ================================================================================
+
+STEPS = {"sde": common.flow_sde_step, "cps": common.flow_cps_step, "dance": common.flow_dance_step}
+
+
+def window_start(
+    iteration: int, schedule: str, window: int, lo: int, hi: int, every: int, stride: int, seed: int
+) -> int:
+    """First stochastic step of this iteration; the window is [start, min(start + window, hi)).
+
+    random: uniform over whole windows (Flow-GRPO-Fast); frozen: lo; progressive (MixGRPO): `stride`
+    further every `every` iterations, back to lo at the end.
+    # differs: MixGRPO's window is empty for the last start before it rolls back; ours never is.
+    """
+    if schedule == "frozen":
+        return lo
+    if schedule == "progressive":
+        return lo + (iteration // every) * stride % (hi - lo)
+    rng = random.Random(common.keyed_seed(seed, "window", iteration))
+    return rng.randint(lo, hi - window)
+
+
+def trained_steps(iteration: int, args: Args) -> range:
+    """Indices of the steps that are stochastic and trained; all but the last without a window."""
+    hi = args.window_hi or args.T - 1
+    if args.window == 0:  # differs: the first release noised the untrained last step as well
+        return range(args.window_lo, hi)
+    start = window_start(
+        iteration, args.window_schedule, args.window, args.window_lo, hi,
+        args.window_every, args.window_stride, args.seed,
+    )  # fmt: skip
+    return range(start, min(start + args.window, hi))
+
+
+@torch.no_grad()
+def rollout(
+    policy: Policy, c: common.Cond, grid: Tensor, steps: range, iteration: int, indices: Sequence[int],
+    args: Args,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Sample x0 (B, C, H, W) and keep the S stochastic transitions: x (B, S+1, C, H, W), logp (B, S)."""
+
+    def noise(purpose: str, step: int = 0, group: bool = False) -> Tensor:
+        keys = [i // args.G for i in indices] if group else indices
+        return common.keyed_noise(
+            policy.latent_shape, args.seed, purpose, iteration, keys, step
+        ).to(policy.device)
+
+    x = noise("group" if args.same_latent else "x_T", group=args.same_latent)
+    kept, logps = [], []
+    for i in range(len(grid) - 1):
+        t, s = grid[i], grid[i + 1]
+        v = policy.velocity(x, t, c, args.guidance)
+        if i in steps:
+            kept.append(x)
+            x, logp, _, _ = STEPS[args.sde](x, v, t, s, args.a, noise=noise("step", i))
+            logps.append(logp)
+        else:
+            x = common.euler_step(x, v, t, s)
+        if i == steps[-1]:
+            kept.append(x)
+    return dict(x0=x, x=torch.stack(kept, 1), logp=torch.stack(logps, 1))
+
+
+def loss(
+    policy: Policy, c: common.Cond, x_t: Tensor, x_s: Tensor, logp_old: Tensor, A: Tensor,
+    t: Tensor, s: Tensor, args: Args,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Clipped surrogate of one step plus beta times the KL to the base; mean over the B samples."""
+    guidance = args.guidance if args.train_guidance is None else args.train_guidance
+    v = policy.velocity(x_t, t, c, guidance)
+    _, logp, mean, std = STEPS[args.sde](x_t, v, t, s, args.a, x_next=x_s)
+    total, stats = common.clipped_surrogate(logp, logp_old, A, args.clip)  # Eq. 5
+    if args.beta > 0:
+        with torch.no_grad(), policy.reference():
+            v_ref = policy.velocity(x_t, t, c, guidance)
+        mean_ref = STEPS[args.sde](x_t, v_ref, t, s, args.a, x_next=x_s).mean
+        kl = common.gaussian_kl(mean, mean_ref, std).mean()
+        if args.kl == "official" and args.sde == "sde":
+            kl = kl * (t - s)  # official: flow_grpo@9745241 divides by the std without sqrt(h)
+        total = total + args.beta * kl
+        stats["kl_ref"] = kl.detach()
+    return total, stats
+
+
+def update(
+    policy: Policy, optimizer: torch.optim.Optimizer, ema: common.Ema, batch: dict[str, Tensor],
+    c: common.Cond, A: Tensor, valid: Tensor, grid: Tensor, steps: range, iteration: int,
+    args: Args, ranks: Ranks,
+) -> list[dict[str, float]]:  # fmt: skip
+    """`updates` optimizer steps, each on its own share of the images and on all stored steps."""
+    g = torch.Generator().manual_seed(common.keyed_seed(args.seed, "shuffle", iteration))
+    # A sample without advantage has no policy gradient: only the KL would need its forward.
+    live = valid if args.beta > 0 else valid & (A != 0)
+    logs: list[dict[str, float]] = []
+    for share in torch.randperm(len(A), generator=g).chunk(args.updates):
+        rows = share[live[share]]
+        if sum(ranks.gather(len(rows))) == 0:
+            continue
+        optimizer.zero_grad()
+        for chunk in rows.split(args.micro_batch):
+            part = {k: x[chunk] for k, x in c.items()}
+            for k, i in enumerate(steps):
+                value, stats = loss(
+                    policy, part, batch["x"][chunk, k], batch["x"][chunk, k + 1],
+                    batch["logp"][chunk, k], A[chunk].to(policy.device), grid[i], grid[i + 1], args,
+                )  # fmt: skip
+                weight = len(chunk) / len(share) / len(steps)
+                (weight * value).backward()
+                logs.append({name: float(x) for name, x in stats.items()})
+        ranks.average_gradients(policy.params)
+        norm = torch.nn.utils.clip_grad_norm_(policy.params, args.max_grad_norm)
+        optimizer.step()
+        ema.update()
+        logs.append(dict(grad_norm=norm.item()))
+    return logs
+
+
+# ==== 3. Main =====================================================================================
+
+
+def main(args: Args) -> None:
+    """Evaluate -> prompts -> rollout -> reward and advantage -> update -> log, save."""
+    train, heldout = read_splits(args.prompts)
+    ranks = Ranks(args.device)
+    weights = parse_rewards(args.reward)
+    options = common.MODELS[args.model].reward_options
+    watched = load_rewards([*weights, args.heldout_reward], options, ranks.device)
+    rewards = {name: watched[name] for name in weights}
+    policy = common.load_policy(
+        args.model, args.weights, ranks.device, getattr(torch, args.dtype), args.lora_r,
+        args.lora_alpha, args.seed, args.gradient_checkpointing, args.compile,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(policy.params, lr=args.lr, weight_decay=args.weight_decay)
+    ema = common.Ema(policy.params, args.ema)
+    grid = policy.grid(args.T)
+    run = Run(args, SCRIPT, ranks, policy, optimizer, ema)
+    with run:
+        for iteration in run.iterations():
+            start, metrics = time.time(), dict[str, float]()
+            if iteration % args.eval_every == 0:
+                metrics |= run.evaluate(iteration, watched, heldout, args.p_mix)
+
+            # ---- prompts and rollout ----
+            rows = common.prompt_rows(train, args.P, args.G, args.seed, iteration)
+            mine = ranks.mine(len(rows))
+            rows = rows[mine.start : mine.stop]
+            c = policy.encode([row["prompt"] for row in rows])
+            policy.calls = 0
+            steps = trained_steps(iteration, args)
+            batch = common.cat_batches(
+                rollout(policy, part, grid, steps, iteration, indices, args)
+                for part, indices in common.micro_batches(c, mine, args.micro_batch)
+            )
+            images = policy.decode(batch["x0"]).cpu()
+
+            # ---- reward and advantage ----
+            values = common.score(rewards, images, rows)
+            everyone = torch.cat(ranks.gather(values), 1)  # (N, P * G)
+            metrics |= run.reward_metrics(weights, everyone)
+            A = common.combine_rewards(
+                everyone, list(weights.values()), args.G, args.combine, args.adv_std, args.adv_clip
+            )[mine.start : mine.stop]
+            valid = values.isfinite().all(0)
+
+            # ---- update ----
+            logs = update(
+                policy, optimizer, ema, batch, c, A, valid, grid, steps, iteration, args, ranks
+            )
+
+            # ---- log, save ----
+            metrics |= common.merge_logs([row for part in ranks.gather(logs) for row in part])
+            metrics["diversity"] = float(batch["x0"].unflatten(0, (-1, args.G)).std(1).mean())
+            metrics["nfe"] = policy.calls / len(rows)
+            metrics["seconds"] = time.time() - start
+            run.log(iteration, metrics)
+        run.finish(watched, heldout, args.p_mix)
+
+
+if __name__ == "__main__":
+    main(parse_args())
