@@ -27,9 +27,10 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 class Step(NamedTuple):
-    """One transition x_t -> x_s ~ N(mean, std^2); logp is that of x_next, (B,), MEAN over elements.
+    """One transition x_t -> x_s: x_next = mean + std * noise (noise None: the mean), or as given.
 
-    std is 0-d or (B, 1, ...). It is what the noise is multiplied by, step size included.
+    logp (B,) is log N(x_next; mean, std^2), MEAN over elements; 0 without gradient where std = 0.
+    std, 0-d or (B, 1, ...), has the step size in it.
     """
 
     x_next: Tensor
@@ -88,9 +89,9 @@ def eps_to_x0(x_t: Tensor, eps: Tensor, abar: Coef) -> Tensor:
 
 
 def eps_to_velocity(x_t: Tensor, eps: Tensor, abar: Coef) -> Tensor:
-    """v = sqrt(abar) eps - sqrt(1-abar) x0 (variance preserving); singular at abar = 0.
+    """v = sqrt(abar) eps - sqrt(1-abar) x0 = (eps - sqrt(1-abar) x_t) / sqrt(abar).
 
-    Written without x0, whose division by sqrt(abar) would amplify the rounding of eps twice.
+    Variance preserving; singular at abar = 0.
     """
     x_t, eps, abar = _prepare(x_t, eps, abar)
     return (eps - (1 - abar).sqrt() * x_t) / abar.sqrt()
@@ -126,7 +127,7 @@ def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: float | Tensor) -> Tensor:
 
 
 def _step(mean: Tensor, std: Tensor, noise: Maybe, x_next: Maybe) -> Step:
-    """Draw x_next = mean + std * noise (no noise: the mean), or score the x_next given."""
+    """Draw x_next, or take the one given, and score it."""
     if x_next is None:
         x_next = mean
         if noise is not None:
