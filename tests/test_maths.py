@@ -1,4 +1,4 @@
-"""Part I of common.py against independent truths: torch.distributions, diffusers, closed forms, loops."""
+"""Part I of common.py against torch.distributions, diffusers, closed forms and plain loops."""
 
 import copy
 import json
