@@ -296,19 +296,21 @@ def update(
     # A sample without advantage has no policy gradient: only the KL would need its forward.
     live = valid if args.beta > 0 else valid & (A != 0)
     logs: list[dict[str, float]] = []
-    for share in torch.randperm(len(A), generator=g).chunk(args.updates):
+    first = ranks.rank * len(A)  # the shares are drawn over all ranks: one process does the same
+    for whole in torch.randperm(ranks.world * len(A), generator=g).chunk(args.updates):
+        share = whole[(whole >= first) & (whole < first + len(A))] - first
         rows = share[live[share]]
         if sum(ranks.gather(len(rows))) == 0:
             continue
         optimizer.zero_grad()
-        for chunk in rows.split(args.micro_batch):
+        for chunk in rows.split(args.micro_batch) if len(rows) else ():
             part = {k: x[chunk] for k, x in c.items()}
             for k, i in enumerate(steps):
                 value, stats = loss(
                     policy, part, batch["x"][chunk, k], batch["x"][chunk, k + 1],
                     batch["logp"][chunk, k], A[chunk].to(policy.device), grid[i], grid[i + 1], args,
                 )  # fmt: skip
-                weight = len(chunk) / len(share) / len(steps)
+                weight = ranks.world * len(chunk) / len(whole) / len(steps)
                 (weight * value).backward()
                 logs.append({name: float(x) for name, x in stats.items()})
         ranks.average_gradients(policy.params)
