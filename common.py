@@ -855,6 +855,7 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: s
     saved = _saved_args(known.resume, cls, script) if known.resume else {}
     base = saved or {"model": known.model, **presets[known.model]}
     args = tyro.cli(cls, default=dataclasses.replace(cls(), **base), description=doc)
+    args.micro_batch = min(args.micro_batch, args.P * args.G)  # as it was saved
     for key in saved.keys() - RESUME_MAY_CHANGE:
         if getattr(args, key) != saved[key]:
             raise SystemExit(
@@ -863,7 +864,6 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: s
             )
     names = "+".join(part.partition(":")[0] for part in args.reward.split(","))
     args.out = args.resume or args.out or f"runs/{script}-{args.model}-{names}-s{args.seed}"
-    args.micro_batch = min(args.micro_batch, args.P * args.G)
     return args
 
 
