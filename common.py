@@ -871,7 +871,10 @@ def _saved_args(folder: str, cls: Any, script: str) -> dict[str, Any]:
     path = Path(folder) / "args.json"
     if not path.is_file() or not path.with_name("state.pt").is_file():
         raise SystemExit(f"--resume: {folder} holds no saved run (args.json and state.pt)")
-    saved: dict[str, Any] = json.loads(path.read_text())
+    try:
+        saved: dict[str, Any] = json.loads(path.read_text())
+    except ValueError:
+        raise SystemExit(f"--resume: {path} is not valid JSON") from None
     if saved.pop("script", None) != script:
         raise SystemExit(f"--resume: {folder} was not written by {script}.py")
     other = saved.keys() ^ {f.name for f in dataclasses.fields(cls)}
