@@ -901,17 +901,26 @@ def check_args(args: Any) -> None:
     for flag, high in dict(ema=1.0, max_fail=1.0, weight_decay=1.0).items():
         value = getattr(args, flag)
         refuse_if(not 0 <= value <= high, flag, f"{value} is outside 0..1")
-    wanted = [("reward", name) for name in parse_rewards(args.reward)]
+    weights = parse_rewards(args.reward)
+    total = sum(abs(w) for w in weights.values())
+    refuse_if(not 0 < total < math.inf, "reward", f"weights in {args.reward!r} add up to {total}")
+    wanted = [("reward", name) for name in weights]
     for flag, name in [*wanted, ("heldout_reward", args.heldout_reward or wanted[0][1])]:
         known = ", ".join(REWARDS)
         refuse_if(name not in REWARDS, flag, f"unknown reward {name!r}; known: {known}")
+    bad = args.device.partition(":")[0] not in ("cpu", "cuda")
+    refuse_if(bad, "device", f"{args.device!r} is neither cpu nor cuda")
     no_cuda = args.device.startswith("cuda") and not torch.cuda.is_available()
     refuse_if(no_cuda, "device", "no CUDA device here; use --device cpu")
     no_wandb = args.track and importlib.util.find_spec("wandb") is None
     refuse_if(no_wandb, "track", "needs wandb: pip install wandb")
     first = os.environ.get("RANK", "0") == "0"  # it makes the folder, perhaps before others look
-    exists = first and Path(args.out).exists() and not (args.resume or args.overwrite)
-    refuse_if(exists, "out", f"{args.out} exists; add --resume {args.out} or --overwrite")
+    exists = first and Path(args.out).exists() and not args.resume
+    why = f"{args.out} exists; add --resume {args.out} or --overwrite"
+    refuse_if(exists and not args.overwrite, "out", why)
+    why = f"{args.out} holds no args.json: it is no run folder, and is not deleted"
+    refuse_if(exists and not (Path(args.out) / "args.json").is_file(), "overwrite", why)
+    find_weights(args.model, args.weights)
 
 
 def refuse_if(bad: bool, flag: str, why: str) -> None:
