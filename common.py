@@ -1121,7 +1121,8 @@ def draw_samples(records: Sequence[Row], names: Sequence[str], path: Path) -> No
         axis = figure.add_subplot(-(-len(records) // 6), 6, k + 1, xticks=[], yticks=[])
         axis.imshow(record["image"].permute(1, 2, 0).numpy(), interpolation="nearest")
         values = " ".join(f"{SHORT.get(n, n)} {v:.2f}" for n, v in zip(names, record["values"]))
-        axis.set_xlabel("\n".join([*textwrap.wrap(record["prompt"], 32)[:3], values]), fontsize=7)
+        text = "\n".join([*textwrap.wrap(record["prompt"], 32)[:3], values])
+        axis.set_xlabel(text, fontsize=7, parse_math=False)  # a prompt may hold a $
     figure.savefig(path, dpi=100)
 
 
