@@ -1142,6 +1142,7 @@ def draw_curves(rows: Sequence[dict[str, float]], path: Path) -> None:
         for key in keys:
             points = [(row["iteration"], row[key]) for row in rows if key in row]
             axis.plot([x for x, _ in points], [y for _, y in points], marker=".", label=key)
-        axis.legend(fontsize=8)
+        if keys:
+            axis.legend(fontsize=8)
     figure.savefig(path.with_suffix(".tmp.png"), dpi=90)
     path.with_suffix(".tmp.png").replace(path)
