@@ -20,6 +20,7 @@ Departures are marked `# differs:` and listed in the README. Diff it against vgr
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -185,6 +186,10 @@ def check_own(args: Args) -> None:
     for flag, low in dict(updates=1, window_every=1, window_stride=1).items():
         if getattr(args, flag) < low:
             raise SystemExit(f"--{flag.replace('_', '-')}: {getattr(args, flag)} is below {low}")
+    if args.updates > args.P * args.G:
+        raise SystemExit(f"--updates: {args.updates} is above P * G = {args.P * args.G} images")
+    if args.train_guidance is not None and not 0 < args.train_guidance < math.inf:
+        raise SystemExit(f"--train-guidance: {args.train_guidance} is not a positive number")
     if not args.clip > 0 or not args.beta >= 0:
         raise SystemExit(f"--clip {args.clip} must be positive, --beta {args.beta} not negative")
     if not 0 <= args.p_mix <= 1:
