@@ -379,9 +379,9 @@ def main(args: Args) -> None:
             )
 
             # ---- log, save ----
+            diversity = float(batch["x0"].unflatten(0, (-1, args.G)).std(1).mean())
+            logs.append(dict(diversity=diversity, nfe=policy.calls / len(rows)))
             metrics |= common.merge_logs([row for part in ranks.gather(logs) for row in part])
-            metrics["diversity"] = float(batch["x0"].unflatten(0, (-1, args.G)).std(1).mean())
-            metrics["nfe"] = policy.calls / len(rows)
             metrics["seconds"] = time.time() - start
             run.log(iteration, metrics)
         run.finish(watched, heldout, args.p_mix)
