@@ -837,20 +837,23 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: s
     saved = _saved_args(Path(folder), cls, script) if folder else {}
     base = saved or {"model": model, **presets[model]}
     args = tyro.cli(cls, default=dataclasses.replace(cls(), **base), description=doc)
+    args.micro_batch = min(args.micro_batch, args.P * args.G)  # as it was saved
     for key in saved.keys() - RESUME_MAY_CHANGE:
         new, name = getattr(args, key), key.replace("_", "-")
         why = f"the run in {folder} has --{name} {saved[key]}, not {new}; drop that flag"
         refuse_if(new != saved[key], "resume", why)
     names = "+".join(part.partition(":")[0] for part in args.reward.split(","))
     args.out = args.resume or args.out or f"runs/{script}-{args.model}-{names}-s{args.seed}"
-    args.micro_batch = min(args.micro_batch, args.P * args.G)
     return args
 
 
 def _saved_args(folder: Path, cls: Any, script: str) -> dict[str, Any]:
     complete = all((folder / name).is_file() for name in ("args.json", "state.pt"))
     refuse_if(not complete, "resume", f"{folder} holds no saved run (args.json and state.pt)")
-    saved: dict[str, Any] = json.loads((folder / "args.json").read_text())
+    try:
+        saved: dict[str, Any] = json.loads((folder / "args.json").read_text())
+    except ValueError:
+        raise SystemExit(f"--resume: {folder}/args.json is not valid JSON") from None
     refuse_if(saved.pop("script", "") != script, "resume", f"{folder} is no run of {script}.py")
     other = saved.keys() ^ {f.name for f in dataclasses.fields(cls)}
     why = f"{folder}/args.json has other settings than this version: {sorted(other)}"
@@ -876,17 +879,26 @@ def check_args(args: Any) -> None:
     for flag in ("ema", "max_fail", "weight_decay"):
         value = getattr(args, flag)
         refuse_if(not 0 <= value <= 1, flag, f"{value} is outside 0..1")
-    wanted = [("reward", name) for name in parse_rewards(args.reward)]
+    weights = parse_rewards(args.reward)
+    total = sum(abs(w) for w in weights.values())
+    refuse_if(not 0 < total < math.inf, "reward", f"weights in {args.reward!r} add up to {total}")
+    wanted = [("reward", name) for name in weights]
     for flag, name in [*wanted, ("heldout_reward", args.heldout_reward or wanted[0][1])]:
         known = ", ".join(REWARDS)
         refuse_if(name not in REWARDS, flag, f"unknown reward {name!r}; known: {known}")
+    bad = args.device.partition(":")[0] not in ("cpu", "cuda")
+    refuse_if(bad, "device", f"{args.device!r} is neither cpu nor cuda")
     no_cuda = args.device.startswith("cuda") and not torch.cuda.is_available()
     refuse_if(no_cuda, "device", "no CUDA device here; use --device cpu")
     no_wandb = args.track and importlib.util.find_spec("wandb") is None
     refuse_if(no_wandb, "track", "needs wandb: pip install wandb")
     # rank 0 makes the folder, perhaps before the others look
-    exists = rank == 0 and Path(args.out).exists() and not (args.resume or args.overwrite)
-    refuse_if(exists, "out", f"{args.out} exists; add --resume {args.out} or --overwrite")
+    exists = rank == 0 and Path(args.out).exists() and not args.resume
+    why = f"{args.out} exists; add --resume {args.out} or --overwrite"
+    refuse_if(exists and not args.overwrite, "out", why)
+    why = f"{args.out} holds no args.json: it is no run folder, and is not deleted"
+    refuse_if(exists and not (Path(args.out) / "args.json").is_file(), "overwrite", why)
+    find_weights(args.model, args.weights)
 
 
 # ---- run folder ----
@@ -1072,7 +1084,8 @@ def draw_samples(records: Sequence[Row], names: Sequence[str], path: Path) -> No
         axis = figure.add_subplot(lines, 6, k + 1, xticks=[], yticks=[])
         axis.imshow(record["image"].permute(1, 2, 0).numpy(), interpolation="nearest")
         values = " ".join(f"{SHORT.get(n, n)} {v:.2f}" for n, v in zip(names, record["values"]))
-        axis.set_xlabel("\n".join([*textwrap.wrap(record["prompt"], 32)[:3], values]), fontsize=7)
+        text = "\n".join([*textwrap.wrap(record["prompt"], 32)[:3], values])
+        axis.set_xlabel(text, fontsize=7, parse_math=False)  # a prompt may hold a $
     figure.savefig(path, dpi=100)
 
 
@@ -1089,9 +1102,10 @@ def draw_curves(rows: Sequence[dict[str, float]], path: Path) -> None:
     groups["gradient and spread"] = ["grad_norm", "diversity"]
     for k, (title, keys) in enumerate(groups.items()):
         axis = figure.add_subplot(1, len(groups), k + 1, title=title, xlabel="iteration")
-        for key in keys or ["none yet"]:
+        for key in keys:
             points = [(row["iteration"], row[key]) for row in rows if key in row]
             axis.plot([x for x, _ in points], [y for _, y in points], marker=".", label=key)
-        axis.legend(fontsize=8)
+        if keys:
+            axis.legend(fontsize=8)
     figure.savefig(path.with_suffix(".tmp.png"), dpi=90)
     path.with_suffix(".tmp.png").replace(path)

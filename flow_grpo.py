@@ -20,6 +20,7 @@ Departures are marked `# differs:` and listed in the README. Diff it against vgr
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -185,6 +186,10 @@ def check_own(args: Args) -> None:
     for flag, low in dict(updates=1, window_every=1, window_stride=1).items():
         if getattr(args, flag) < low:
             raise SystemExit(f"--{flag.replace('_', '-')}: {getattr(args, flag)} is below {low}")
+    if args.updates > args.P * args.G:
+        raise SystemExit(f"--updates: {args.updates} is above P * G = {args.P * args.G} images")
+    if args.train_guidance is not None and not 0 < args.train_guidance < math.inf:
+        raise SystemExit(f"--train-guidance: {args.train_guidance} is not a positive number")
     if not args.clip > 0 or not args.beta >= 0:
         raise SystemExit(f"--clip {args.clip} must be positive, --beta {args.beta} not negative")
     if not 0 <= args.p_mix <= 1:
@@ -296,19 +301,21 @@ def update(
     # A sample without advantage has no policy gradient: only the KL would need its forward.
     live = valid if args.beta > 0 else valid & (A != 0)
     logs: list[dict[str, float]] = []
-    for share in torch.randperm(len(A), generator=g).chunk(args.updates):
+    first = ranks.rank * len(A)  # the shares are drawn over all ranks: one process does the same
+    for whole in torch.randperm(ranks.world * len(A), generator=g).chunk(args.updates):
+        share = whole[(whole >= first) & (whole < first + len(A))] - first
         rows = share[live[share]]
         if sum(ranks.gather(len(rows))) == 0:
             continue
         optimizer.zero_grad()
-        for chunk in rows.split(args.micro_batch):
+        for chunk in rows.split(args.micro_batch) if len(rows) else ():
             part = {k: x[chunk] for k, x in c.items()}
             for k, i in enumerate(steps):
                 value, stats = loss(
                     policy, part, batch["x"][chunk, k], batch["x"][chunk, k + 1],
                     batch["logp"][chunk, k], A[chunk].to(policy.device), grid[i], grid[i + 1], args,
                 )  # fmt: skip
-                weight = len(chunk) / len(share) / len(steps)
+                weight = ranks.world * len(chunk) / len(whole) / len(steps)
                 (weight * value).backward()
                 logs.append({name: float(x) for name, x in stats.items()})
         ranks.average_gradients(policy.params)
@@ -372,9 +379,9 @@ def main(args: Args) -> None:
             )
 
             # ---- log, save ----
+            diversity = float(batch["x0"].unflatten(0, (-1, args.G)).std(1).mean())
+            logs.append(dict(diversity=diversity, nfe=policy.calls / len(rows)))
             metrics |= common.merge_logs([row for part in ranks.gather(logs) for row in part])
-            metrics["diversity"] = float(batch["x0"].unflatten(0, (-1, args.G)).std(1).mean())
-            metrics["nfe"] = policy.calls / len(rows)
             metrics["seconds"] = time.time() - start
             run.log(iteration, metrics)
         run.finish(watched, heldout, args.p_mix)
