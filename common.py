@@ -431,9 +431,11 @@ def find_weights(model: str, weights: str | None = None) -> str:
         try:
             HfApi().model_info(source, timeout=10)
         except Exception as error:
-            why = f"{source} cannot be reached ({type(error).__name__}); where there is a network, "
-            why += f"accept its licence, run `hf download {source} --local-dir FOLDER`, "
-            refuse_if(True, "model", f"{model}: {why}then pass --weights FOLDER")
+            raise SystemExit(
+                f"--model {model}: cannot reach {source} ({type(error).__name__}); where there is a "
+                f"network, accept its licence, run `hf download {source} --local-dir FOLDER` and pass "
+                "--weights FOLDER"
+            ) from None
     return source
 
 
@@ -897,7 +899,10 @@ def check_args(args: Any) -> None:
     why = f"{args.out} exists; add --resume {args.out} or --overwrite"
     refuse_if(exists and not args.overwrite, "out", why)
     why = f"{args.out} holds no args.json: it is no run folder, and is not deleted"
-    refuse_if(exists and not (Path(args.out) / "args.json").is_file(), "overwrite", why)
+    foreign = (
+        exists and not (Path(args.out) / "args.json").is_file() and any(Path(args.out).iterdir())
+    )
+    refuse_if(foreign, "overwrite", why)
     find_weights(args.model, args.weights)
 
 
@@ -1055,6 +1060,8 @@ class Run:
         """The last evaluation, unless interrupted, and the lines that use the trained LoRA."""
         if not self.stop:
             self.log(self.done, self.evaluate(self.done, rewards, rows, p_mix))
+        elif self.writes:
+            print(f"stopped after iteration {self.done}; go on with --resume {self.folder}")
         if self.writes:
             pipe, a = self.policy.pipe, self.args
             absent = "".join(
