@@ -21,17 +21,17 @@ import textwrap
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-# ---- Part I: the maths (torch only; copy this part anywhere) ----
+# ==== Part I: the maths (torch only; copy this part anywhere) =====================================
 
 Coef = float | Tensor  # float, 0-d or (B,): broadcasts over the trailing axes of a latent
 Maybe = Tensor | None
+Std = Literal["group", "global", "none"]
 
 T_SINGULAR = 0.999  # from here up t counts as 1: grids often start at 0.9999, not at 1
 MAX_LOG_RHO = 20.0  # exp(20) = 5e8: far outside any clip range, far inside fp32
@@ -51,14 +51,6 @@ class Step(NamedTuple):
     std: Tensor
 
 
-def _upcast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """All tensors in their common dtype, at least fp32 (float64 stays float64)."""
-    dtype = torch.float32
-    for x in tensors:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return tuple(x.to(dtype) for x in tensors)
-
-
 def _expand(c: Coef, x: Tensor) -> Tensor:
     """A coefficient (float, 0-d or (B,)) in the dtype of x, ready to broadcast from the left."""
     c = torch.as_tensor(c, dtype=x.dtype, device=x.device)
@@ -66,8 +58,9 @@ def _expand(c: Coef, x: Tensor) -> Tensor:
 
 
 def _prepare(x: Tensor, y: Tensor, *coefs: Coef) -> tuple[Tensor, ...]:
-    """Two latents through _upcast, then their coefficients through _expand."""
-    x, y = _upcast(x, y)
+    """Two tensors in their common dtype, at least fp32 (float64 stays), then their coefficients."""
+    dtype = torch.promote_types(torch.promote_types(torch.float32, x.dtype), y.dtype)
+    x, y = x.to(dtype), y.to(dtype)
     return x, y, *(_expand(c, x) for c in coefs)
 
 
@@ -101,10 +94,7 @@ def eps_to_x0(x_t: Tensor, eps: Tensor, abar: Coef) -> Tensor:
 
 
 def eps_to_velocity(x_t: Tensor, eps: Tensor, abar: Coef) -> Tensor:
-    """v = sqrt(abar) eps - sqrt(1-abar) x0 = (eps - sqrt(1-abar) x_t) / sqrt(abar).
-
-    Variance preserving; singular at abar = 0.
-    """
+    """v = sqrt(abar) eps - sqrt(1-abar) x0 (variance preserving); singular at abar = 0."""
     x_t, eps, abar = _prepare(x_t, eps, abar)
     return (eps - (1 - abar).sqrt() * x_t) / abar.sqrt()
 
@@ -123,7 +113,7 @@ def gaussian_logp(x: Tensor, mean: Tensor, std: float | Tensor) -> Tensor:
 
     std broadcastable to x -> (B,). Elements with std = 0 are deterministic: 0, without gradient.
     """
-    x, mean = _upcast(x, mean)
+    x, mean = _prepare(x, mean)
     z, std, live = _standardise(x - mean, std)
     return _mean(torch.where(live, -0.5 * z.square() - std.log() - HALF_LOG_2PI, 0.0))
 
@@ -134,7 +124,7 @@ def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: float | Tensor) -> Tensor:
     std broadcastable to mean -> (B,); 0 where std = 0. The beta values published for Flow-GRPO
     since 2025-07-15 belong to its own formula, h times this one.
     """
-    mean, mean_ref = _upcast(mean, mean_ref)
+    mean, mean_ref = _prepare(mean, mean_ref)
     return _mean(0.5 * _standardise(mean - mean_ref, std)[0].square())
 
 
@@ -143,9 +133,9 @@ def _step(mean: Tensor, std: Tensor, noise: Maybe, x_next: Maybe) -> Step:
     if x_next is None:
         x_next = mean
         if noise is not None:
-            mean, noise = _upcast(mean, noise)
+            mean, noise = _prepare(mean, noise)
             x_next = mean + std * noise
-    x_next, mean = _upcast(x_next, mean)
+    x_next, mean = _prepare(x_next, mean)
     # detached: through a reparametrised x_next the gradient of logp would be exactly 0
     return Step(x_next, gaussian_logp(x_next.detach(), mean, std), mean, std)
 
@@ -156,9 +146,8 @@ def euler_step(x: Tensor, v: Tensor, t: Coef, s: Coef) -> Tensor:
     return x - (t - s) * v
 
 
-def flow_sde_step(
-    x: Tensor, v: Tensor, t: Coef, s: Coef, a: Coef, noise: Maybe = None, x_next: Maybe = None
-) -> Step:
+def flow_sde_step(x: Tensor, v: Tensor, t: Coef, s: Coef, a: Coef, noise: Maybe = None,
+                  x_next: Maybe = None) -> Step:  # fmt: skip
     """Flow-GRPO (2505.05470), h = t-s: mean = (1 - a^2 h / (2 (1-t))) x - (1 + a^2/2) h v,
     std = a sqrt(t h / (1-t)). t >= 0.999 counts as 1, where the official code puts h for 1-t in
     the noise: mean = (1 - a^2/2) x - h v, std = a for any h. a = 0 is exactly the Euler step.
@@ -171,9 +160,8 @@ def flow_sde_step(
     return _step(mean, a * torch.where(first, 1.0, t * h_over).sqrt(), noise, x_next)
 
 
-def flow_cps_step(
-    x: Tensor, v: Tensor, t: Coef, s: Coef, eta: Coef, noise: Maybe = None, x_next: Maybe = None
-) -> Step:
+def flow_cps_step(x: Tensor, v: Tensor, t: Coef, s: Coef, eta: Coef, noise: Maybe = None,
+                  x_next: Maybe = None) -> Step:  # fmt: skip
     """CPS (2509.05952): mean = (1-s) x0 + s cos(eta pi/2) eps, std = s sin(eta pi/2).
 
     logp is the true Gaussian one. The official code drops 1/(2 std^2) and the constants: its
@@ -185,9 +173,8 @@ def flow_cps_step(
     return _step(mean, s * angle.sin(), noise, x_next)
 
 
-def flow_dance_step(
-    x: Tensor, v: Tensor, t: Coef, s: Coef, eta: Coef, noise: Maybe = None, x_next: Maybe = None
-) -> Step:
+def flow_dance_step(x: Tensor, v: Tensor, t: Coef, s: Coef, eta: Coef, noise: Maybe = None,
+                    x_next: Maybe = None) -> Step:  # fmt: skip
     """DanceGRPO (2505.07818), h = t-s, constant diffusion: std = eta sqrt(h),
     mean = x - h v - eta^2 h eps / (2 t) with eps = x + (1-t) v. eta = 0 is the Euler step.
     """
@@ -198,10 +185,8 @@ def flow_dance_step(
     return _step(mean, eta * h.sqrt(), noise, x_next)
 
 
-def ddim_step(
-    x: Tensor, eps: Tensor, abar_t: Coef, abar_s: Coef, eta: Coef, noise: Maybe = None,
-    x_next: Maybe = None,
-) -> Step:  # fmt: skip
+def ddim_step(x: Tensor, eps: Tensor, abar_t: Coef, abar_s: Coef, eta: Coef, noise: Maybe = None,
+              x_next: Maybe = None) -> Step:  # fmt: skip
     """DDIM (2010.02502), A = abar_t, A' = abar_s: mean = sqrt(A') x0 + sqrt(1 - A' - std^2) eps,
     std = eta sqrt((1-A') / (1-A) (1 - A/A')), 0 for A' = 1 or A' = A. eta = 1: DDPO's policy.
     """
@@ -236,10 +221,8 @@ def _moments(r: Tensor, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mean, var.sqrt(), high > low
 
 
-def group_advantages(
-    r: Tensor, G: int, std: Literal["group", "global", "none"] = "group", eps: float = 1e-4,
-    clip: float | None = None,
-) -> Tensor:  # fmt: skip
+def group_advantages(r: Tensor, G: int, std: Std = "group", eps: float = 1e-4,
+                     clip: float | None = None) -> Tensor:  # fmt: skip
     """A = (r - group mean) / (std + eps), population std of the group or of all ("none": r - mean).
 
     r (P*G,), groups adjacent -> (P*G,), clamped to +-clip. A non-finite reward gets 0 and touches
@@ -313,7 +296,7 @@ def clipped_surrogate(
     """
     if not logp.shape == logp_old.shape == A.shape:
         raise ValueError(f"shapes differ: {[tuple(x.shape) for x in (logp, logp_old, A)]}")
-    logp, logp_old = _upcast(logp, logp_old.detach())
+    logp, logp_old = _prepare(logp, logp_old.detach())
     A = A.detach().to(logp.dtype)
     log_rho = logp - logp_old
     rho = log_rho.clamp(-MAX_LOG_RHO, MAX_LOG_RHO).exp()  # exp may not overflow: 0 * inf is NaN
@@ -337,9 +320,8 @@ def stratified_indices(n: int, M: int, generator: torch.Generator) -> Tensor:
         raise ValueError(f"M = {M} chunks of {n} indices: need 1 <= M <= n")
     device = generator.device
     chunks = torch.arange(n, device=device).tensor_split(M)
-    return torch.cat(
-        [c[torch.randint(len(c), (1,), generator=generator, device=device)] for c in chunks]
-    )
+    picks = [torch.randint(len(c), (1,), generator=generator, device=device) for c in chunks]
+    return torch.cat([c[pick] for c, pick in zip(chunks, picks)])
 
 
 def denoising_error(
@@ -352,7 +334,7 @@ def denoising_error(
     """
     if pred.shape != target.shape:
         raise ValueError(f"pred {tuple(pred.shape)} and target {tuple(target.shape)} differ")
-    pred, target = _upcast(pred, target)
+    pred, target = _prepare(pred, target)
     d = pred - target
     if isinstance(weight, Tensor):
         return _mean(_expand(weight, d) * d.square())
@@ -383,14 +365,12 @@ def rwr_weights(r: Tensor, inverse_temperature: float, groups: Tensor | None = N
 
 Cond = dict[str, Tensor]  # prompt condition, batch first
 Row = dict[str, Any]  # one line of a prompt file: prompt and metadata
-_JOINT_ATTENTION = (
-    *("to_q", "to_k", "to_v", "to_out.0"),
-    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-)
+_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+_JOINT_ATTENTION = (*_ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 _FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ModelSpec:
     """What diffusers' own configs do not say about a model."""
 
@@ -398,17 +378,13 @@ class ModelSpec:
     resolution: int  # pixels; never above what the network was built for
     text_tokens: int  # max_sequence_length of the pipeline: T5 tokens (zeros where there is no T5)
     lora_targets: tuple[str, ...]  # suffixes of module names
-    reward_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reward_options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 MODELS = {
+    # differs: unclipped, one extra object could cost more than everything else is worth
     "tiny": ModelSpec(
-        weights="tiny/sd3",
-        resolution=64,
-        text_tokens=1,
-        lora_targets=_JOINT_ATTENTION + _FEED_FORWARD,
-        # differs: unclipped, one extra object could cost more than everything else is worth
-        reward_options={"geneval_soft": {"clip": True}},
+        "tiny/sd3", 64, 1, _JOINT_ATTENTION + _FEED_FORWARD, {"geneval_soft": {"clip": True}}
     ),
     # official: flow_grpo@9745241, config/grpo.py: 512 px, T5 length 128, attention only
     "sd35m": ModelSpec("stabilityai/stable-diffusion-3.5-medium", 512, 128, _JOINT_ATTENTION),
@@ -418,36 +394,30 @@ MODELS = {
 def find_weights(model: str, weights: str | None = None) -> str:
     """A local folder or a hub id; SystemExit in one line, before anything heavy is imported."""
     source = weights or MODELS[model].weights
-    folder = Path(__file__).parent / source if weights is None else Path(source)
+    folder = Path(source) if weights else Path(__file__).parent / source
     if (folder / "model_index.json").is_file():
         return str(folder)
-    not_a_hub_id = folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1
-    refuse_if(
-        not_a_hub_id, "weights", f"{source} holds no model_index.json of a diffusers pipeline"
-    )
+    local = folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1
+    refuse_if(local, "weights", f"{source} holds no model_index.json of a diffusers pipeline")
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    if not isinstance(try_to_load_from_cache(source, "model_index.json"), str):
-        try:
-            HfApi().model_info(source, timeout=10)
-        except Exception as error:
-            raise SystemExit(
-                f"--model {model}: cannot reach {source} ({type(error).__name__}); where there is a "
-                f"network, accept its licence, run `hf download {source} --local-dir FOLDER` and pass "
-                "--weights FOLDER"
-            ) from None
+    if isinstance(try_to_load_from_cache(source, "model_index.json"), str):
+        return source
+    try:
+        HfApi().model_info(source, timeout=10)
+    except Exception as error:
+        why = (
+            f"cannot reach {source} ({type(error).__name__}); where there is a network, accept its"
+        )
+        remedy = f"licence, run `hf download {source} --local-dir FOLDER` and pass --weights FOLDER"
+        raise SystemExit(f"--model {model}: {why} {remedy}") from None
     return source
 
 
 class Policy:
-    """A diffusers text-to-image pipeline whose network carries a trainable fp32 LoRA.
+    """A diffusers text-to-image pipeline whose network carries a trainable fp32 LoRA."""
 
-    Latents are (B, *latent_shape), t is the noise level in [0, 1], c comes from `encode`.
-    """
-
-    def __init__(
-        self, pipe: Any, spec: ModelSpec, device: str, lora_r: int, lora_alpha: int
-    ) -> None:
+    def __init__(self, pipe: Any, spec: ModelSpec, device: str, r: int, alpha: int) -> None:
         from peft import LoraConfig
 
         self.pipe, self.spec, self.device = pipe, spec, torch.device(device)
@@ -459,8 +429,8 @@ class Policy:
         for target in spec.lora_targets:
             if not any(name.endswith("." + target) for name in names):
                 raise SystemExit(f"LoRA target {target!r} matches no module of the network")
-        lora: Any = dict(r=lora_r, lora_alpha=lora_alpha, target_modules=list(spec.lora_targets))
-        self.transformer.add_adapter(LoraConfig(init_lora_weights="gaussian", **lora))
+        lora: Any = dict(target_modules=list(spec.lora_targets), init_lora_weights="gaussian")
+        self.transformer.add_adapter(LoraConfig(r=r, lora_alpha=alpha, **lora))
         self.params = [p for p in self.transformer.parameters() if p.requires_grad]
         for p in self.params:
             p.data = p.data.float()
@@ -469,20 +439,17 @@ class Policy:
         self._old: list[Tensor] | None = None
         self._encodings: dict[str, Cond] = {}
         side = min(spec.resolution // pipe.vae_scale_factor, self.transformer.config.sample_size)
-        self.latent_shape = (self.transformer.config.in_channels, side, side)
+        self.latent_shape = (self.transformer.config.in_channels, side, side)  # of one image
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
-        """Prompt condition on the device, from a cache; encoders visit the device only on a miss.
-
-        Each text is encoded alone, so that its encoding does not depend on its neighbours.
-        """
+        """Prompt condition on the device, from a cache; encoders visit the device only on a miss."""
         missing = [p for p in dict.fromkeys(prompts) if p not in self._encodings]
         parts = [self.pipe.text_encoder, self.pipe.text_encoder_2, self.pipe.text_encoder_3]
         encoders = [e for e in parts if e is not None and missing]
         for encoder in encoders:
             encoder.to(self.device).eval()
-        for prompt in missing:
+        for prompt in missing:  # alone: an encoding must not depend on its neighbours
             tokens, _, pooled, _ = self.pipe.encode_prompt(
                 prompt, None, None, device=self.device, do_classifier_free_guidance=False,
                 max_sequence_length=self.spec.text_tokens,
@@ -532,15 +499,9 @@ class Policy:
         return cast(Tensor, scheduler.sigmas).to(self.device)
 
     @torch.no_grad()
-    def sample(
-        self, x: Tensor, c: Cond, T: int, guidance: float = 1.0, solver: str = "euler",
-        p_mix: float = 1.0,
-    ) -> Tensor:  # fmt: skip
-        """Deterministic sampling of x0 from noise x by a diffusers scheduler.
-
-        After the share p_mix of the steps the base network takes over: the hybrid sampling of
-        MixGRPO (arXiv 2507.21802).
-        """
+    def sample(self, x: Tensor, c: Cond, T: int, guidance: float = 1.0, solver: str = "euler",
+               p_mix: float = 1.0) -> Tensor:  # fmt: skip
+        """x0 from noise x by a diffusers scheduler; from step p_mix T on by the base (MixGRPO)."""
         scheduler = self.scheduler(solver)
         scheduler.set_timesteps(T)
         scheduler.set_begin_index(0)
@@ -577,10 +538,7 @@ class Policy:
         return swapped(self.params, self._old)
 
     def save_lora(self, folder: Path, **settings: Any) -> None:
-        """Write a LoRA that `pipe.load_lora_weights(folder)` reads back exactly, alpha included.
-
-        `settings` (guidance, steps, ...) go beside it as settings.json.
-        """
+        """A LoRA that `pipe.load_lora_weights(folder)` reads back exactly, and settings.json."""
         from diffusers.training_utils import _collate_lora_metadata
         from peft.utils import get_peft_model_state_dict
 
@@ -608,11 +566,10 @@ def copy_into(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         p.copy_(value)
 
 
-def load_policy(
-    model: str, weights: str | None = None, device: str = "cpu", dtype: torch.dtype = torch.float32,
-    lora_r: int = 16, lora_alpha: int = 32, seed: int = 0, gradient_checkpointing: bool = False,
-    compile: bool = False,
-) -> Policy:  # fmt: skip
+def load_policy(model: str, weights: str | None = None, device: str = "cpu",
+                dtype: torch.dtype = torch.float32, lora_r: int = 16, lora_alpha: int = 32,
+                seed: int = 0, gradient_checkpointing: bool = False,
+                compile: bool = False) -> Policy:  # fmt: skip
     """Load a pipeline of diffusers by hub id or folder and attach a LoRA, Gaussian by `seed`."""
     source = find_weights(model, weights)
     import diffusers
@@ -647,18 +604,13 @@ def keyed_seed(*key: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def keyed_noise(
-    shape: Sequence[int], seed: int, purpose: str, iteration: int, indices: Iterable[int],
-    step: int = 0,
-) -> Tensor:  # fmt: skip
-    """Standard normal (len(indices), *shape) on the CPU, a function of its key alone.
-
-    indices are global sample indices: the same numbers for any number of ranks and any micro-batch.
-    """
+def keyed_noise(shape: Sequence[int], seed: int, purpose: str, iteration: int,
+                indices: Iterable[int], step: int = 0) -> Tensor:  # fmt: skip
+    """Standard normal (len(indices), *shape) on the CPU, a function of its key alone."""
+    # indices are global: the same numbers for any number of ranks and any micro-batch
     seeds = [keyed_seed(seed, purpose, iteration, index, step) for index in indices]
-    return torch.stack(
-        [torch.randn(*shape, generator=torch.Generator().manual_seed(s)) for s in seeds]
-    )
+    generators = [torch.Generator().manual_seed(s) for s in seeds]
+    return torch.stack([torch.randn(*shape, generator=g) for g in generators])
 
 
 def prompt_rows(rows: Sequence[Row], P: int, G: int, seed: int, iteration: int) -> list[Row]:
@@ -694,9 +646,8 @@ class Ranks:
     """torch.distributed if torchrun started us, else one process. Ranks own whole groups."""
 
     def __init__(self, device: str) -> None:
-        self.world, self.rank = (
-            int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0))
-        )
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
         self.device = device
         if self.world > 1:
             if device == "cuda":
@@ -725,10 +676,9 @@ class Ranks:
                 p.grad = g.view_as(p).clone()
 
 
-def combine_rewards(
-    values: Tensor, weights: Sequence[float], G: int, mode: Literal["advantage", "reward"],
-    std: Literal["group", "global", "none"] = "group", clip: float | None = None,
-) -> Tensor:  # fmt: skip
+def combine_rewards(values: Tensor, weights: Sequence[float], G: int,
+                    mode: Literal["advantage", "reward"], std: Std = "group",
+                    clip: float | None = None) -> Tensor:  # fmt: skip
     """Advantages (B,) of rewards (N, B); a sample that failed in any reward gets 0.
 
     "advantage": normalise each reward, then weight and add (scaling one reward changes nothing);
@@ -754,32 +704,25 @@ EVAL_SEED = 0  # the same noise for every script and every --seed, so that runs 
 SHORT = {"geneval": "strict", "geneval_soft": "soft"}  # eval/strict, eval/soft
 
 
-def evaluate(
-    policy: Policy, rewards: dict[str, Any], rows: Sequence[Row], args: Any, ranks: Ranks,
-    p_mix: float = 1.0,
-) -> tuple[dict[str, float], list[Row]]:  # fmt: skip
-    """Mean of each reward over all `rows` with fixed noise and the deterministic sampler.
-
-    Metrics are named eval/<reward>, and eval/kl_ref is the mean of (v - v_ref)^2 at t = 0.5: how far
-    the policy has left the base. One record a picture: index, image, prompt, values, distance.
-    """
+@torch.no_grad()
+def evaluate(policy: Policy, rewards: dict[str, Any], rows: Sequence[Row], args: Any, ranks: Ranks,
+             p_mix: float = 1.0) -> tuple[dict[str, float], list[Row]]:  # fmt: skip
+    """Means over all `rows`, sampled from fixed noise without randomness, and a record a picture."""
     records = []
     mine = range(ranks.rank, len(rows), ranks.world)  # every prompt exactly once, also when ragged
     for chunk in (mine[i : i + args.micro_batch] for i in range(0, len(mine), args.micro_batch)):
-        batch = [rows[i] for i in chunk]
-        c = policy.encode([row["prompt"] for row in batch])
+        prompts = [rows[i]["prompt"] for i in chunk]
+        c = policy.encode(prompts)
         eps = keyed_noise(policy.latent_shape, EVAL_SEED, "eval", 0, chunk).to(policy.device)
         x0 = policy.sample(eps, c, args.eval_T, args.eval_guidance, args.solver, p_mix)
         images = policy.decode(x0).cpu()
-        values = score(rewards, images, batch).T.tolist()
-        with torch.no_grad():
-            x_t = interpolate(x0, eps, 0.5)
-            v = policy.velocity(x_t, 0.5, c)
-            with policy.reference():
-                distance = (v - policy.velocity(x_t, 0.5, c)).square().flatten(1).mean(1).tolist()
-        for k, i in enumerate(chunk):
-            record = dict(index=i, prompt=batch[k]["prompt"], image=images[k])
-            records.append({**record, "values": values[k], "distance": distance[k]})
+        values = score(rewards, images, [rows[i] for i in chunk]).T.tolist()
+        x_t = interpolate(x0, eps, 0.5)  # kl_ref: how far the policy has left the base
+        v = policy.velocity(x_t, 0.5, c)
+        with policy.reference():
+            distance = _mean((v - policy.velocity(x_t, 0.5, c)).square()).tolist()
+        columns = dict(index=chunk, prompt=prompts, image=images, values=values, distance=distance)
+        records += [dict(zip(columns, record)) for record in zip(*columns.values())]
     records = sorted((r for part in ranks.gather(records) for r in part), key=lambda r: r["index"])
     metrics = {"eval/kl_ref": sum(r["distance"] for r in records) / len(records)}
     for name, column in zip(rewards, torch.tensor([r["values"] for r in records]).T):
@@ -788,10 +731,7 @@ def evaluate(
 
 
 class Ema:
-    """Exponential moving average of the LoRA for evaluation and export; rollouts use raw weights.
-
-    official: flow_grpo@9745241: decay min(cap, (1 + n) / (10 + n)), after every 8th optimizer step n.
-    """
+    """Exponential moving average of the LoRA for evaluation and export; rollouts use raw weights."""
 
     def __init__(self, params: Sequence[Tensor], cap: float, every: int = 8) -> None:
         self.params, self.cap, self.every, self.n = params, cap, every, 0
@@ -800,7 +740,7 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """Call once after every optimizer step."""
-        if (self.n + 1) % self.every == 0:
+        if (self.n + 1) % self.every == 0:  # official: flow_grpo@9745241
             decay = min(self.cap, (1 + self.n) / (10 + self.n))
             for value, p in zip(self.values, self.params):
                 value.lerp_(p, 1 - decay)
@@ -832,10 +772,10 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: s
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--model", default=cls().model)
     first.add_argument("--resume", default=None)
-    model, folder = (known := first.parse_known_args()[0]).model, known.resume
-    refuse_if(
-        model not in presets, "model", f"unknown model {model!r}; known: {', '.join(presets)}"
-    )
+    known, _ = first.parse_known_args()
+    model, folder = known.model, known.resume
+    why = f"unknown model {model!r}; known: {', '.join(presets)}"
+    refuse_if(model not in presets, "model", why)
     saved = _saved_args(Path(folder), cls, script) if folder else {}
     base = saved or {"model": model, **presets[model]}
     args = tyro.cli(cls, default=dataclasses.replace(cls(), **base), description=doc)
@@ -865,14 +805,14 @@ def _saved_args(folder: Path, cls: Any, script: str) -> dict[str, Any]:
 
 def check_args(args: Any) -> None:
     """Refuse impossible settings in one line that names the flag, before any model is loaded."""
-    from rewards import REWARDS, parse_rewards
+    from rewards import check_name, parse_rewards
 
     for flag in ("P", "micro_batch", "T", "eval_T", "lora_r", "lora_alpha", "eval_prompts",
                  "eval_every", "save_every"):  # fmt: skip
         refuse_if(getattr(args, flag) < 1, flag, f"{getattr(args, flag)} is below 1")
     refuse_if(args.iterations < 0, "iterations", f"{args.iterations} is negative")
     refuse_if(args.G < 2, "G", f"a group of {args.G} has no advantage; use 2 or more")
-    world, rank = (int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0)))
+    world = int(os.environ.get("WORLD_SIZE", 1))
     refuse_if(args.P % world > 0, "P", f"{args.P} groups cannot be shared by {world} processes")
     for flag in ("lr", "guidance", "eval_guidance", "max_grad_norm", "adv_clip"):
         value = getattr(args, flag)
@@ -881,33 +821,26 @@ def check_args(args: Any) -> None:
     for flag in ("ema", "max_fail", "weight_decay"):
         value = getattr(args, flag)
         refuse_if(not 0 <= value <= 1, flag, f"{value} is outside 0..1")
-    weights = parse_rewards(args.reward)
-    total = sum(abs(w) for w in weights.values())
-    refuse_if(not 0 < total < math.inf, "reward", f"weights in {args.reward!r} add up to {total}")
-    wanted = [("reward", name) for name in weights]
-    for flag, name in [*wanted, ("heldout_reward", args.heldout_reward or wanted[0][1])]:
-        known = ", ".join(REWARDS)
-        refuse_if(name not in REWARDS, flag, f"unknown reward {name!r}; known: {known}")
-    bad = args.device.partition(":")[0] not in ("cpu", "cuda")
-    refuse_if(bad, "device", f"{args.device!r} is neither cpu nor cuda")
-    no_cuda = args.device.startswith("cuda") and not torch.cuda.is_available()
+    parse_rewards(args.reward)
+    if args.heldout_reward:
+        check_name(args.heldout_reward, "heldout-reward")
+    kind, out = args.device.partition(":")[0], Path(args.out)
+    refuse_if(kind not in ("cpu", "cuda"), "device", f"{args.device!r} is neither cpu nor cuda")
+    no_cuda = kind == "cuda" and not torch.cuda.is_available()
     refuse_if(no_cuda, "device", "no CUDA device here; use --device cpu")
     no_wandb = args.track and importlib.util.find_spec("wandb") is None
     refuse_if(no_wandb, "track", "needs wandb: pip install wandb")
-    # rank 0 makes the folder, perhaps before the others look
-    exists = rank == 0 and Path(args.out).exists() and not args.resume
-    why = f"{args.out} exists; add --resume {args.out} or --overwrite"
-    refuse_if(exists and not args.overwrite, "out", why)
-    why = f"{args.out} holds no args.json: it is no run folder, and is not deleted"
-    foreign = (
-        exists and not (Path(args.out) / "args.json").is_file() and any(Path(args.out).iterdir())
-    )
-    refuse_if(foreign, "overwrite", why)
+    first = os.environ.get("RANK", "0") == "0"  # it makes the folder, perhaps before others look
+    if first and not args.resume and out.exists():
+        refuse_if(not args.overwrite, "out", f"{out} exists; add --resume {out} or --overwrite")
+        foreign = not (out / "args.json").is_file() and (out.is_file() or any(out.iterdir()))
+        refuse_if(foreign, "overwrite", f"{out} is not deleted: no run folder, it has no args.json")
     find_weights(args.model, args.weights)
 
 
 # ---- run folder ----
 
+HEALTH = ("clip_fraction", "kl_ref", "grad_norm", "diversity")
 SHOWN = ("reward/mean", "eval/strict", "eval/soft", "clip_fraction", "grad_norm", "seconds")
 
 
@@ -917,15 +850,12 @@ class Run:
     As a context manager it leaves curves.png and lora/ behind however the run ends.
     """
 
-    def __init__(
-        self, args: Any, script: str, ranks: Ranks, policy: Policy, optimizer: Any, ema: Ema
-    ) -> None:
+    def __init__(self, args: Any, script: str, ranks: Ranks, policy: Policy, optimizer: Any,
+                 ema: Ema) -> None:  # fmt: skip
         self.args, self.ranks, self.policy = args, ranks, policy
         self.optimizer, self.ema = optimizer, ema
         self.folder, self.writes, self.stop = Path(args.out), ranks.rank == 0, False
-        self.done, self.best, self.declines = 0, -math.inf, 0
-        self.rows: list[dict[str, float]] = []
-        self.wandb: Any = None
+        self.done, self.rows, self.wandb = 0, list[dict[str, float]](), None
         if args.resume:
             self._load()
         if not self.writes:
@@ -937,19 +867,15 @@ class Run:
         write_atomic(self.folder / "args.json", text)
         lines = "".join(json.dumps(row) + "\n" for row in self.rows)
         write_atomic(self.folder / "metrics.jsonl", lines)
-        count = sum(p.numel() for p in policy.params)
-        print(
-            f"{self.folder}: {count:,} trained parameters, from iteration {self.done}", flush=True
-        )
+        size = sum(p.numel() for p in policy.params)
+        print(f"{self.folder}: {size:,} trained parameters, from iteration {self.done}", flush=True)
         if args.track:
             import wandb
 
             self.wandb = wandb.init(project="diffusion-rl", config=vars(args))
 
     def __enter__(self) -> Run:
-        self.before = {
-            n: signal.signal(n, self._interrupt) for n in (signal.SIGINT, signal.SIGTERM)
-        }
+        self.before = {n: signal.signal(n, self._stop) for n in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -959,17 +885,14 @@ class Run:
             draw_curves(self.rows, self.folder / "curves.png")
             self._save_lora("lora")
 
-    def _interrupt(self, number: int, frame: Any) -> None:
+    def _stop(self, number: int, frame: Any) -> None:
         if self.stop:
             raise KeyboardInterrupt
         self.stop = True
         print("\nstopping after this iteration (once more: at once)", file=sys.stderr, flush=True)
 
     def iterations(self) -> Iterator[int]:
-        """Iterations still to do, with a progress bar on a terminal, until done or interrupted.
-
-        After each, every save_every: state.pt for an exact resume, and lora/.
-        """
+        """Iterations still to do, until done or interrupted; state.pt and lora/ every save_every."""
         from tqdm import tqdm
 
         todo, total = range(self.done, self.args.iterations), self.args.iterations
@@ -983,36 +906,33 @@ class Run:
             if self.stop:
                 break
 
-    def evaluate(
-        self, iteration: int, rewards: dict[str, Any], rows: Sequence[Row], p_mix: float = 1.0
-    ) -> dict[str, float]:
+    def evaluate(self, iteration: int, rewards: dict[str, Any], rows: Sequence[Row],
+                 p_mix: float = 1.0) -> dict[str, float]:  # fmt: skip
         """Evaluate, draw, keep best/ by the held-out reward, warn loudly of a decline."""
-        name = self.args.heldout_reward or next(iter(rewards))
-        key = f"eval/{SHORT.get(name, name)}"
         rows = rows[: self.args.eval_prompts]
         with self.ema.active():
             metrics, records = evaluate(self.policy, rewards, rows, self.args, self.ranks, p_mix)
-            if self.writes and metrics[key] > self.best:
-                self._save_lora("best", average=False)
-        start = next((row[key] for row in self.rows if key in row), metrics[key])
-        self.best = max(self.best, metrics[key])
-        self.declines = self.declines + 1 if metrics[key] < start else 0
-        if self.writes:
-            draw_samples(records[:18], list(rewards), self.folder / f"samples/{iteration:05d}.png")
-            draw_curves(self.rows, self.folder / "curves.png")
-        if self.writes and self.declines >= 3:
-            line = f"WARNING: held-out {name} is below its start ({start:.3f}) for {self.declines} "
-            print(line + f"evaluations, now {metrics[key]:.3f}", file=sys.stderr, flush=True)
+        if not self.writes:
+            return metrics
+        name = self.args.heldout_reward or next(iter(rewards))
+        now = metrics[key := f"eval/{SHORT.get(name, name)}"]
+        seen = [row[key] for row in self.rows if key in row]
+        if now > max(seen, default=-math.inf):
+            self._save_lora("best")
+        if seen and all(value < seen[0] for value in (*seen[-2:], now)):  # seen[0] is not below
+            line = f"WARNING: held-out {name} was {seen[0]:.3f} at the start and lower in the last "
+            print(line + f"3 evaluations or more, now {now:.3f}", file=sys.stderr, flush=True)
+        draw_samples(records[:18], list(rewards), self.folder / f"samples/{iteration:05d}.png")
+        draw_curves(self.rows, self.folder / "curves.png")
         return metrics
 
     def reward_metrics(self, weights: dict[str, float], values: Tensor) -> dict[str, float]:
         """Means of the rewards (N, B) and the share that failed; too large a share ends the run."""
-        failed = float((~values.isfinite()).any(0).float().mean())
+        failed, limit = float((~values.isfinite()).any(0).float().mean()), self.args.max_fail
         why = (
             f"{failed:.0%} of the samples of one iteration got no {self.args.reward} reward, above "
         )
-        why += f"{self.args.max_fail:.0%}; the warnings above say why"
-        refuse_if(failed > self.args.max_fail, "max_fail", why)
+        refuse_if(failed > limit, "max_fail", why + f"{limit:.0%}; the warnings above say why")
         out = {f"reward/{n}": float(v[v.isfinite()].mean()) for n, v in zip(weights, values)}
         mean = sum(w * out[f"reward/{n}"] for n, w in weights.items())
         return {"reward/mean": mean, **out, "reward/fail_frac": failed}
@@ -1035,40 +955,37 @@ class Run:
 
     def _save(self) -> None:
         if self.writes:
-            state = dict(done=self.done, best=self.best, declines=self.declines, rows=self.rows)
-            state |= dict(params=[p.detach() for p in self.policy.params], ema=self.ema.values)
-            state |= dict(ema_n=self.ema.n, optimizer=self.optimizer.state_dict())
+            state = dict(
+                params=[p.detach() for p in self.policy.params], ema=self.ema.values,
+                optimizer=self.optimizer.state_dict(), ema_n=self.ema.n, done=self.done,
+                rows=self.rows,
+            )  # fmt: skip
             torch.save(state, self.folder / "state.tmp")
             (self.folder / "state.tmp").replace(self.folder / "state.pt")
             self._save_lora("lora")
 
     def _load(self) -> None:
         state = torch.load(self.folder / "state.pt", weights_only=True, map_location="cpu")
-        copy_into(self.policy.params, state["params"])
-        copy_into(self.ema.values, state["ema"])
+        copy_into([*self.policy.params, *self.ema.values], [*state["params"], *state["ema"]])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.ema.n, self.done, self.best = state["ema_n"], state["done"], state["best"]
-        self.declines, self.rows = state["declines"], state["rows"]
+        self.ema.n, self.done, self.rows = state["ema_n"], state["done"], state["rows"]
 
-    def _save_lora(self, name: str, average: bool = True) -> None:
+    def _save_lora(self, name: str) -> None:
         keep = ("model", "weights", "guidance", "eval_guidance", "eval_T", "solver", "lora_alpha")
-        settings = {k: getattr(self.args, k) for k in keep}
-        with self.ema.active() if average else nullcontext():
-            self.policy.save_lora(self.folder / name, **settings)
+        with self.ema.active():
+            self.policy.save_lora(self.folder / name, **{k: getattr(self.args, k) for k in keep})
 
     def finish(self, rewards: dict[str, Any], rows: Sequence[Row], p_mix: float = 1.0) -> None:
         """The last evaluation, unless interrupted, and the lines that use the trained LoRA."""
+        pipe, a = self.policy.pipe, self.args
         if not self.stop:
             self.log(self.done, self.evaluate(self.done, rewards, rows, p_mix))
         elif self.writes:
             print(f"stopped after iteration {self.done}; go on with --resume {self.folder}")
         if self.writes:
-            pipe, a = self.policy.pipe, self.args
-            absent = "".join(
-                f", {name}=None" for name, part in pipe.components.items() if part is None
-            )
-            source, lora = pipe.config._name_or_path, str(self.folder / "lora")
-            print(f"pipe = diffusers.{type(pipe).__name__}.from_pretrained({source!r}{absent})")
+            absent = "".join(f", {k}=None" for k, part in pipe.components.items() if part is None)
+            source, lora = f"{pipe.config._name_or_path!r}{absent}", str(self.folder / "lora")
+            print(f"pipe = diffusers.{type(pipe).__name__}.from_pretrained({source})")
             print(f"pipe.load_lora_weights({lora!r})  # then pipe(PROMPT, guidance_scale="
                   f"{a.eval_guidance}, num_inference_steps={a.eval_T}, "
                   f"max_sequence_length={self.policy.spec.text_tokens}).images")  # fmt: skip
@@ -1097,22 +1014,15 @@ def draw_samples(records: Sequence[Row], names: Sequence[str], path: Path) -> No
 
 
 def draw_curves(rows: Sequence[dict[str, float]], path: Path) -> None:
-    """Rewards, evaluation and the health of the update over the iterations."""
+    """Rewards, evaluation and the health of the update over the iterations, a panel each."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(16, 3.6), layout="tight")
-    groups = {
-        "training": ["reward/mean", "reward/fail_frac"],
-        "update": ["clip_fraction", "kl_ref"],
-    }
-    groups["evaluation"] = sorted({k for row in rows for k in row if k.startswith("eval/")})
-    groups["gradient and spread"] = ["grad_norm", "diversity"]
-    for k, (title, keys) in enumerate(groups.items()):
-        axis = figure.add_subplot(1, len(groups), k + 1, title=title, xlabel="iteration")
-        for key in keys:
-            points = [(row["iteration"], row[key]) for row in rows if key in row]
-            axis.plot([x for x, _ in points], [y for _, y in points], marker=".", label=key)
-        if keys:
-            axis.legend(fontsize=8)
+    panels = {k for row in rows for k in row if k in HEALTH or k.startswith(("reward/", "eval/"))}
+    lines = -(-len(panels) // 5)
+    figure = Figure(figsize=(16, 2.8 * max(lines, 1)), layout="tight")
+    for k, name in enumerate(sorted(panels)):
+        axis = figure.add_subplot(lines, 5, k + 1, title=name, xlabel="iteration")
+        x = [row["iteration"] for row in rows if name in row]
+        axis.plot(x, [row[name] for row in rows if name in row], marker=".")
     figure.savefig(path.with_suffix(".tmp.png"), dpi=90)
     path.with_suffix(".tmp.png").replace(path)

@@ -543,15 +543,25 @@ def read_splits(path: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return train, heldout
 
 
+def check_name(name: str, flag: str) -> None:
+    """SystemExit in one line that names the flag, unless there is a reward of this name."""
+    if name not in REWARDS:
+        raise SystemExit(f"--{flag}: unknown reward {name!r}; known: {', '.join(REWARDS)}")
+
+
 def parse_rewards(text: str) -> dict[str, float]:
     """'pickscore:1,hpsv2:0.5' -> weights by name; a bare name weighs 1."""
     out: dict[str, float] = {}
     for part in text.split(","):
         name, _, weight = part.strip().partition(":")
+        check_name(name, "reward")
         try:
             out[name] = float(weight or 1)
         except ValueError:
             raise SystemExit(f"--reward: {part!r} is not NAME or NAME:WEIGHT") from None
+    total = sum(map(abs, out.values()))
+    if not 0 < total < math.inf:
+        raise SystemExit(f"--reward: weights in {text!r} add up to {total}")
     return out
 
 

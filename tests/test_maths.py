@@ -65,7 +65,7 @@ def test_import_loads_torch_and_the_standard_library_only():
 
 
 def test_part_one_works_when_copied_alone():
-    part_one = (ROOT / "common.py").read_text().split("\n# ---- Part II")[0]
+    part_one = (ROOT / "common.py").read_text().split("\n# ==== Part II")[0]
     names = {}
     exec(compile(part_one, "copied.py", "exec"), names)
     x, v = latents((2, 3, 2), n=2)
