@@ -368,6 +368,7 @@ Row = dict[str, Any]  # one line of a prompt file: prompt and metadata
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _JOINT_ATTENTION = (*_ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 _FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+_EVERY_LINEAR = _JOINT_ATTENTION + _FEED_FORWARD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,9 +384,7 @@ class ModelSpec:
 
 MODELS = {
     # differs: unclipped, one extra object could cost more than everything else is worth
-    "tiny": ModelSpec(
-        "tiny/sd3", 64, 1, _JOINT_ATTENTION + _FEED_FORWARD, {"geneval_soft": {"clip": True}}
-    ),
+    "tiny": ModelSpec("tiny/sd3", 64, 1, _EVERY_LINEAR, {"geneval_soft": {"clip": True}}),
     # official: flow_grpo@9745241, config/grpo.py: 512 px, T5 length 128, attention only
     "sd35m": ModelSpec("stabilityai/stable-diffusion-3.5-medium", 512, 128, _JOINT_ATTENTION),
 }
@@ -406,11 +405,9 @@ def find_weights(model: str, weights: str | None = None) -> str:
     try:
         HfApi().model_info(source, timeout=10)
     except Exception as error:
-        why = (
-            f"cannot reach {source} ({type(error).__name__}); where there is a network, accept its"
-        )
-        remedy = f"licence, run `hf download {source} --local-dir FOLDER` and pass --weights FOLDER"
-        raise SystemExit(f"--model {model}: {why} {remedy}") from None
+        why = f"cannot reach {source} ({type(error).__name__}); where there is a network, accept "
+        why += f"its licence, run `hf download {source} --local-dir FOLDER` and pass "
+        raise SystemExit(f"--model {model}: {why}--weights FOLDER") from None
     return source
 
 
@@ -443,7 +440,7 @@ class Policy:
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
-        """Prompt condition on the device, from a cache; encoders visit the device only on a miss."""
+        """Prompt condition on the device, cached; encoders visit the device only on a miss."""
         missing = [p for p in dict.fromkeys(prompts) if p not in self._encodings]
         parts = [self.pipe.text_encoder, self.pipe.text_encoder_2, self.pipe.text_encoder_3]
         encoders = [e for e in parts if e is not None and missing]
@@ -493,7 +490,7 @@ class Policy:
         return Dpm(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
 
     def grid(self, T: int) -> Tensor:
-        """Noise levels (T + 1,), fp32, from 1 to 0: the sigmas of the stock pipeline, bit for bit."""
+        """Noise levels (T + 1,), fp32, 1 to 0: the sigmas of the stock pipeline, bit for bit."""
         scheduler = self.scheduler()
         scheduler.set_timesteps(T)
         return cast(Tensor, scheduler.sigmas).to(self.device)
@@ -600,8 +597,7 @@ def load_policy(model: str, weights: str | None = None, device: str = "cpu",
 
 def keyed_seed(*key: int | str) -> int:
     """A 63-bit seed that depends on every part of the key."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def keyed_noise(shape: Sequence[int], seed: int, purpose: str, iteration: int,
@@ -614,7 +610,7 @@ def keyed_noise(shape: Sequence[int], seed: int, purpose: str, iteration: int,
 
 
 def prompt_rows(rows: Sequence[Row], P: int, G: int, seed: int, iteration: int) -> list[Row]:
-    """P * G prompt rows, the G of a group adjacent: one shuffled pass over all rows after another."""
+    """P * G prompt rows, the G of a group adjacent: shuffled passes over all rows in turn."""
     out: list[Row] = []
     for k in range(iteration * P, (iteration + 1) * P):
         g = torch.Generator().manual_seed(keyed_seed(seed, "prompts", k // len(rows)))
@@ -667,7 +663,7 @@ class Ranks:
         return out
 
     def average_gradients(self, params: Sequence[Tensor]) -> None:
-        """Mean of the gradients over ranks by one flat all-reduce; an absent gradient counts as 0."""
+        """Mean of the gradients over ranks by one flat all-reduce; an absent one counts as 0."""
         if self.world > 1:
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
             flat = torch.cat([g.flatten() for g in grads])
@@ -707,7 +703,7 @@ SHORT = {"geneval": "strict", "geneval_soft": "soft"}  # eval/strict, eval/soft
 @torch.no_grad()
 def evaluate(policy: Policy, rewards: dict[str, Any], rows: Sequence[Row], args: Any, ranks: Ranks,
              p_mix: float = 1.0) -> tuple[dict[str, float], list[Row]]:  # fmt: skip
-    """Means over all `rows`, sampled from fixed noise without randomness, and a record a picture."""
+    """(eval/ means over all `rows`, a record a picture); fixed noise, deterministic sampler."""
     records = []
     mine = range(ranks.rank, len(rows), ranks.world)  # every prompt exactly once, also when ragged
     for chunk in (mine[i : i + args.micro_batch] for i in range(0, len(mine), args.micro_batch)):
@@ -731,7 +727,7 @@ def evaluate(policy: Policy, rewards: dict[str, Any], rows: Sequence[Row], args:
 
 
 class Ema:
-    """Exponential moving average of the LoRA for evaluation and export; rollouts use raw weights."""
+    """Moving average of the LoRA for evaluation and export; rollouts use the raw weights."""
 
     def __init__(self, params: Sequence[Tensor], cap: float, every: int = 8) -> None:
         self.params, self.cap, self.every, self.n = params, cap, every, 0
@@ -825,9 +821,8 @@ def check_args(args: Any) -> None:
     if args.heldout_reward:
         check_name(args.heldout_reward, "heldout-reward")
     kind, out = args.device.partition(":")[0], Path(args.out)
-    refuse_if(kind not in ("cpu", "cuda"), "device", f"{args.device!r} is neither cpu nor cuda")
-    no_cuda = kind == "cuda" and not torch.cuda.is_available()
-    refuse_if(no_cuda, "device", "no CUDA device here; use --device cpu")
+    usable = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    refuse_if(kind not in usable, "device", f"no {args.device} here; use --device {usable[0]}")
     no_wandb = args.track and importlib.util.find_spec("wandb") is None
     refuse_if(no_wandb, "track", "needs wandb: pip install wandb")
     first = os.environ.get("RANK", "0") == "0"  # it makes the folder, perhaps before others look
@@ -892,7 +887,7 @@ class Run:
         print("\nstopping after this iteration (once more: at once)", file=sys.stderr, flush=True)
 
     def iterations(self) -> Iterator[int]:
-        """Iterations still to do, until done or interrupted; state.pt and lora/ every save_every."""
+        """Iterations to do, until done or interrupted; saves every save_every, for exact resume."""
         from tqdm import tqdm
 
         todo, total = range(self.done, self.args.iterations), self.args.iterations
@@ -929,9 +924,7 @@ class Run:
     def reward_metrics(self, weights: dict[str, float], values: Tensor) -> dict[str, float]:
         """Means of the rewards (N, B) and the share that failed; too large a share ends the run."""
         failed, limit = float((~values.isfinite()).any(0).float().mean()), self.args.max_fail
-        why = (
-            f"{failed:.0%} of the samples of one iteration got no {self.args.reward} reward, above "
-        )
+        why = f"{failed:.0%} of one iteration's samples got no {self.args.reward} reward, above "
         refuse_if(failed > limit, "max_fail", why + f"{limit:.0%}; the warnings above say why")
         out = {f"reward/{n}": float(v[v.isfinite()].mean()) for n, v in zip(weights, values)}
         mean = sum(w * out[f"reward/{n}"] for n, w in weights.items())
