@@ -430,7 +430,7 @@ def find_weights(model: str, weights: str | None) -> str:
         return str(folder)
     if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise SystemExit(
-            f"--weights: {source} holds no model_index.json; give the folder of a diffusers pipeline"
+            f"--weights: {source} holds no model_index.json; give a folder of a diffusers pipeline"
         )
     from huggingface_hub import HfApi, try_to_load_from_cache
 

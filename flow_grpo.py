@@ -122,7 +122,7 @@ class Args:
     window: int = 0
     """stochastic, trained steps per rollout, the others are ODE steps; 0 = all but the last"""
     window_schedule: Literal["random", "progressive", "frozen"] = "random"
-    """where the window starts: anywhere (Fast), moving with the iterations (MixGRPO), at window-lo"""
+    """where the window starts: anywhere (Fast), moving on with time (MixGRPO), at window-lo"""
     window_lo: int = 0
     """first step the window may cover"""
     window_hi: int = 0
