@@ -554,7 +554,7 @@ class Policy:
         )
 
     def grid(self, T: int) -> Tensor:
-        """Noise levels (T + 1,), fp32, from 1 to 0: the sigmas of the stock pipeline, bit for bit."""
+        """Noise levels (T + 1,), fp32, from 1 to 0: the stock pipeline's sigmas, bit for bit."""
         scheduler = self.scheduler()
         scheduler.set_timesteps(T)
         return cast(Tensor, scheduler.sigmas).to(self.device)
@@ -690,7 +690,7 @@ def keyed_noise(
 
 
 def prompt_rows(rows: Sequence[Row], P: int, G: int, seed: int, iteration: int) -> list[Row]:
-    """P * G prompt rows, the G of a group adjacent: one shuffled pass over all rows after another."""
+    """P * G prompt rows, a group's G adjacent: one shuffled pass over all rows after another."""
     out: list[Row] = []
     for k in range(iteration * P, (iteration + 1) * P):
         g = torch.Generator().manual_seed(keyed_seed(seed, "prompts", k // len(rows)))
@@ -736,7 +736,7 @@ class Ranks:
         return out
 
     def average_gradients(self, params: Sequence[Tensor]) -> None:
-        """Mean of the gradients over ranks by one flat all-reduce; an absent gradient counts as 0."""
+        """Mean of the gradients over ranks by one flat all-reduce; an absent one counts as 0."""
         if self.world > 1:
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
             flat = torch.cat([g.flatten() for g in grads])
@@ -783,8 +783,8 @@ def evaluate(
 ) -> tuple[dict[str, float], list[Row]]:  # fmt: skip
     """Mean of each reward over all `rows` with fixed noise and the deterministic sampler.
 
-    Metrics are named eval/<reward>, and eval/kl_ref is the mean of (v - v_ref)^2 at t = 0.5: how far
-    the policy has left the base. One record a picture: index, image, prompt, values, distance.
+    Metrics are named eval/<reward>, and eval/kl_ref is the mean of (v - v_ref)^2 at t = 0.5: how
+    far the policy has left the base. One record a picture: index, image, prompt, values, distance.
     """
     records = []
     mine = range(ranks.rank, len(rows), ranks.world)  # every prompt exactly once, also when ragged
@@ -813,7 +813,7 @@ def evaluate(
 class Ema:
     """Exponential moving average of the LoRA for evaluation and export; rollouts use raw weights.
 
-    official: flow_grpo@9745241: decay min(cap, (1 + n) / (10 + n)), after every 8th optimizer step n.
+    official: flow_grpo@9745241: decay min(cap, (1 + n) / (10 + n)) after every 8th optimizer step.
     """
 
     def __init__(self, params: Sequence[Tensor], cap: float, every: int = 8) -> None:
@@ -859,8 +859,8 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: s
     for key in saved.keys() - RESUME_MAY_CHANGE:
         if getattr(args, key) != saved[key]:
             raise SystemExit(
-                f"--resume: the run in {known.resume} has --{key.replace('_', '-')} {saved[key]}, not "
-                f"{getattr(args, key)}; drop the flag or start a new run"
+                f"--resume: the run in {known.resume} has --{key.replace('_', '-')} {saved[key]}, "
+                f"not {getattr(args, key)}; drop the flag or start a new run"
             )
     names = "+".join(part.partition(":")[0] for part in args.reward.split(","))
     args.out = args.resume or args.out or f"runs/{script}-{args.model}-{names}-s{args.seed}"
@@ -1031,8 +1031,8 @@ class Run:
         failed = float((~values.isfinite()).any(0).float().mean())
         if failed > self.args.max_fail:
             raise SystemExit(
-                f"--max-fail: {failed:.0%} of the samples of one iteration got no {self.args.reward} "
-                f"reward, above {self.args.max_fail:.0%}; the warnings above say why"
+                f"--max-fail: {failed:.0%} of the samples of one iteration got no "
+                f"{self.args.reward} reward, above {self.args.max_fail:.0%}; the warnings above say why"
             )
         out = {f"reward/{n}": float(v[v.isfinite()].mean()) for n, v in zip(weights, values)}
         mean = sum(w * out[f"reward/{n}"] for n, w in weights.items())

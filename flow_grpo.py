@@ -243,10 +243,10 @@ def trained_steps(iteration: int, args: Args) -> range:
 
 @torch.no_grad()
 def rollout(
-    policy: Policy, c: common.Cond, grid: Tensor, steps: range, iteration: int, indices: Sequence[int],
-    args: Args,
+    policy: Policy, c: common.Cond, grid: Tensor, steps: range, iteration: int,
+    indices: Sequence[int], args: Args,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Sample x0 (B, C, H, W) and keep the S stochastic transitions: x (B, S+1, C, H, W), logp (B, S)."""
+    """Sample x0 (B, C, H, W); keep the S stochastic transitions: x (B, S+1, C, H, W), logp (B, S)."""
 
     def noise(purpose: str, step: int = 0, group: bool = False) -> Tensor:
         keys = [i // args.G for i in indices] if group else indices
