@@ -39,9 +39,10 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 class Step(NamedTuple):
-    """One transition x_t -> x_s ~ N(mean, std^2); logp is that of x_next, (B,), MEAN over elements.
+    """One transition x_t -> x_s: x_next = mean + std * noise (noise None: the mean), or as given.
 
-    std is 0-d or (B, 1, ...). It is what the noise is multiplied by, step size included.
+    logp (B,) is log N(x_next; mean, std^2), MEAN over elements; 0 without gradient where std = 0.
+    std, 0-d or (B, 1, ...), has the step size in it.
     """
 
     x_next: Tensor
@@ -100,9 +101,9 @@ def eps_to_x0(x_t: Tensor, eps: Tensor, abar: Coef) -> Tensor:
 
 
 def eps_to_velocity(x_t: Tensor, eps: Tensor, abar: Coef) -> Tensor:
-    """v = sqrt(abar) eps - sqrt(1-abar) x0 (variance preserving); singular at abar = 0.
+    """v = sqrt(abar) eps - sqrt(1-abar) x0 = (eps - sqrt(1-abar) x_t) / sqrt(abar).
 
-    Written without x0, whose division by sqrt(abar) would amplify the rounding of eps twice.
+    Variance preserving; singular at abar = 0.
     """
     x_t, eps, abar = _prepare(x_t, eps, abar)
     return (eps - (1 - abar).sqrt() * x_t) / abar.sqrt()
@@ -138,7 +139,7 @@ def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: float | Tensor) -> Tensor:
 
 
 def _step(mean: Tensor, std: Tensor, noise: Maybe, x_next: Maybe) -> Step:
-    """Draw x_next = mean + std * noise (no noise: the mean), or score the x_next given."""
+    """Draw x_next, or take the one given, and score it."""
     if x_next is None:
         x_next = mean
         if noise is not None:
@@ -198,14 +199,9 @@ def flow_dance_step(
 
 
 def ddim_step(
-    x: Tensor,
-    eps: Tensor,
-    abar_t: Coef,
-    abar_s: Coef,
-    eta: Coef,
-    noise: Maybe = None,
+    x: Tensor, eps: Tensor, abar_t: Coef, abar_s: Coef, eta: Coef, noise: Maybe = None,
     x_next: Maybe = None,
-) -> Step:
+) -> Step:  # fmt: skip
     """DDIM (2010.02502), A = abar_t, A' = abar_s: mean = sqrt(A') x0 + sqrt(1 - A' - std^2) eps,
     std = eta sqrt((1-A') / (1-A) (1 - A/A')), 0 for A' = 1 or A' = A. eta = 1: DDPO's policy.
     """
@@ -241,12 +237,9 @@ def _moments(r: Tensor, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def group_advantages(
-    r: Tensor,
-    G: int,
-    std: Literal["group", "global", "none"] = "group",
-    eps: float = 1e-4,
+    r: Tensor, G: int, std: Literal["group", "global", "none"] = "group", eps: float = 1e-4,
     clip: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A = (r - group mean) / (std + eps), population std of the group or of all ("none": r - mean).
 
     r (P*G,), groups adjacent -> (P*G,), clamped to +-clip. A non-finite reward gets 0 and touches
@@ -388,9 +381,13 @@ def rwr_weights(r: Tensor, inverse_temperature: float, groups: Tensor | None = N
 
 # ==== Part II: models (one small interface over diffusers' pipelines) =============================
 
-
 Cond = dict[str, Tensor]  # prompt condition, batch first
 Row = dict[str, Any]  # one line of a prompt file: prompt and metadata
+_JOINT_ATTENTION = (
+    *("to_q", "to_k", "to_v", "to_out.0"),
+    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+)
+_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
 
 @dataclass(frozen=True)
@@ -404,15 +401,12 @@ class ModelSpec:
     reward_options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-_JOINT_ATTENTION = (*_ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 MODELS = {
     "tiny": ModelSpec(
         weights="tiny/sd3",
         resolution=64,
         text_tokens=1,
-        lora_targets=(*_JOINT_ATTENTION, *_FEED_FORWARD),
+        lora_targets=_JOINT_ATTENTION + _FEED_FORWARD,
         # differs: unclipped, one extra object could cost more than everything else is worth
         reward_options={"geneval_soft": {"clip": True}},
     ),
@@ -421,37 +415,28 @@ MODELS = {
 }
 
 
-def find_weights(model: str, weights: str | None) -> str:
+def find_weights(model: str, weights: str | None = None) -> str:
     """A local folder or a hub id; SystemExit in one line, before anything heavy is imported."""
     source = weights or MODELS[model].weights
-    here = Path(__file__).parent / source
-    folder = here if weights is None and here.is_dir() else Path(source)
+    folder = Path(__file__).parent / source if weights is None else Path(source)
     if (folder / "model_index.json").is_file():
         return str(folder)
-    if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise SystemExit(
-            f"--weights: {source} holds no model_index.json; give a folder of a diffusers pipeline"
-        )
+    not_a_hub_id = folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1
+    refuse_if(
+        not_a_hub_id, "weights", f"{source} holds no model_index.json of a diffusers pipeline"
+    )
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    if isinstance(try_to_load_from_cache(source, "model_index.json"), str):
-        return source
-    try:
-        HfApi().model_info(source, timeout=10)
-    except Exception as error:
-        raise SystemExit(
-            f"--model {model}: cannot reach {source} ({type(error).__name__}); run `hf download "
-            f"{source}` where there is a network (accept its licence first) and pass the folder by "
-            "--weights FOLDER"
-        ) from None
+    if not isinstance(try_to_load_from_cache(source, "model_index.json"), str):
+        try:
+            HfApi().model_info(source, timeout=10)
+        except Exception as error:
+            raise SystemExit(
+                f"--model {model}: cannot reach {source} ({type(error).__name__}); where there is "
+                f"a network, accept its licence, run `hf download {source} --local-dir FOLDER` and "
+                "pass --weights FOLDER"
+            ) from None
     return source
-
-
-def absent_parts(source: str) -> dict[str, None]:
-    """Components that a local folder leaves out (a T5); diffusers wants them passed as None."""
-    path = Path(source) / "model_index.json"
-    index = json.loads(path.read_text()) if path.is_file() else {}
-    return {name: None for name, part in index.items() if part == [None, None]}
 
 
 class Policy:
@@ -461,33 +446,30 @@ class Policy:
     """
 
     def __init__(
-        self, pipe: Any, spec: ModelSpec, source: str, device: str, lora_r: int, lora_alpha: int
+        self, pipe: Any, spec: ModelSpec, device: str, lora_r: int, lora_alpha: int
     ) -> None:
         from peft import LoraConfig
 
-        self.pipe, self.spec, self.source = pipe, spec, source
-        self.device = torch.device(device)
+        self.pipe, self.spec, self.device = pipe, spec, torch.device(device)
         self.transformer = pipe.transformer.to(device).requires_grad_(False).eval()
-        self.dtype = self.transformer.dtype  # of the base: later the LoRA is fp32
+        self.dtype = self.transformer.dtype  # of the base, not of the LoRA
         self.vae = pipe.vae.to(device, torch.float32).requires_grad_(False).eval()
         self.vae.to(memory_format=torch.channels_last)  # half the time of a decode on a CPU
         names = [name for name, _ in self.transformer.named_modules()]
         for target in spec.lora_targets:
             if not any(name.endswith("." + target) for name in names):
                 raise SystemExit(f"LoRA target {target!r} matches no module of the network")
-        shape: Any = dict(r=lora_r, lora_alpha=lora_alpha, target_modules=list(spec.lora_targets))
-        self.transformer.add_adapter(LoraConfig(init_lora_weights="gaussian", **shape))
+        lora: Any = dict(r=lora_r, lora_alpha=lora_alpha, target_modules=list(spec.lora_targets))
+        self.transformer.add_adapter(LoraConfig(init_lora_weights="gaussian", **lora))
         self.params = [p for p in self.transformer.parameters() if p.requires_grad]
         for p in self.params:
             p.data = p.data.float()
         self.network = self.transformer  # torch.compile replaces it
         self.calls = 0  # images sent through the network; guidance sends each twice
-        self._old: list[torch.Tensor] | None = None
-        self._encodings: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._old: list[Tensor] | None = None
+        self._encodings: dict[str, Cond] = {}
         side = min(spec.resolution // pipe.vae_scale_factor, self.transformer.config.sample_size)
         self.latent_shape = (self.transformer.config.in_channels, side, side)
-
-    # ---- text ----
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -505,14 +487,11 @@ class Policy:
                 prompt, None, None, device=self.device, do_classifier_free_guidance=False,
                 max_sequence_length=self.spec.text_tokens,
             )  # fmt: skip
-            self._encodings[prompt] = (tokens.cpu(), pooled.cpu())
+            self._encodings[prompt] = {"tokens": tokens.cpu(), "pooled": pooled.cpu()}
         for encoder in encoders:
             encoder.to("cpu")
-        tokens, pooled = zip(*(self._encodings[p] for p in prompts))
-        c = {"tokens": torch.cat(tokens), "pooled": torch.cat(pooled)}
-        return {k: x.to(self.device) for k, x in c.items()}
-
-    # ---- network ----
+        rows = [self._encodings[p] for p in prompts]
+        return {k: torch.cat([row[k] for row in rows]).to(self.device) for k in rows[0]}
 
     def velocity(self, x_t: Tensor, t: Coef, c: Cond, guidance: float = 1.0) -> Tensor:
         """Velocity eps - x0, fp32 like x_t; guidance 1 costs one forward, any other value two."""
@@ -521,37 +500,30 @@ class Policy:
 
     def _guided(self, x_t: Tensor, timestep: Tensor, c: Cond, guidance: float) -> Tensor:
         timestep = timestep.to(x_t.device).expand(len(x_t))
+        if guidance != 1:  # unconditional half first, by the empty prompt of the stock pipeline
+            empty = self.encode([""])
+            c = {k: torch.cat([empty[k].expand_as(c[k]), c[k]]) for k in c}
+            x_t, timestep = torch.cat([x_t, x_t]), torch.cat([timestep, timestep])
+        self.calls += len(x_t)
+        c = {k: x.to(self.dtype) for k, x in c.items()}
+        v = self.network(
+            hidden_states=x_t.to(self.dtype), timestep=timestep, encoder_hidden_states=c["tokens"],
+            pooled_projections=c["pooled"], return_dict=False,
+        )[0].float()  # fmt: skip
         if guidance == 1:
-            return self._forward(x_t, timestep, c)
-        empty = self.encode([""])  # the negative prompt of the stock pipeline
-        both = {k: torch.cat([empty[k].expand_as(c[k]), c[k]]) for k in c}  # uncond first
-        v = self._forward(torch.cat([x_t, x_t]), torch.cat([timestep, timestep]), both)
+            return v
         uncond, cond = v.chunk(2)
         return uncond + guidance * (cond - uncond)
 
-    def _forward(self, x_t: Tensor, timestep: Tensor, c: Cond) -> Tensor:
-        self.calls += len(x_t)
-        out = self.network(
-            hidden_states=x_t.to(self.dtype),
-            timestep=timestep,
-            encoder_hidden_states=c["tokens"].to(self.dtype),
-            pooled_projections=c["pooled"].to(self.dtype),
-            return_dict=False,
-        )[0]
-        return out.float()
-
-    # ---- sampling ----
-
     def scheduler(self, solver: str = "euler") -> Any:
-        """A fresh scheduler: the pipeline's own Euler flow, or DPM-Solver++ on the same sigmas."""
+        """A fresh scheduler: the pipeline's own Euler flow, or DPM-Solver++ on flow sigmas."""
         own = self.pipe.scheduler
         if solver == "euler":
             return type(own).from_config(own.config)
-        from diffusers import DPMSolverMultistepScheduler
+        from diffusers import DPMSolverMultistepScheduler as Dpm
 
-        return DPMSolverMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=own.config.shift
-        )
+        shift = own.config.shift
+        return Dpm(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
 
     def grid(self, T: int) -> Tensor:
         """Noise levels (T + 1,), fp32, from 1 to 0: the stock pipeline's sigmas, bit for bit."""
@@ -566,8 +538,8 @@ class Policy:
     ) -> Tensor:  # fmt: skip
         """Deterministic sampling of x0 from noise x by a diffusers scheduler.
 
-        Hybrid sampling (MixGRPO, arXiv 2507.21802): after the share p_mix of the steps the base
-        network takes over.
+        After the share p_mix of the steps the base network takes over: the hybrid sampling of
+        MixGRPO (arXiv 2507.21802).
         """
         scheduler = self.scheduler(solver)
         scheduler.set_timesteps(T)
@@ -585,8 +557,6 @@ class Policy:
         image = self.vae.decode(x0.float() / config.scaling_factor + config.shift_factor).sample
         return (image / 2 + 0.5).clamp(0, 1)
 
-    # ---- adapters ----
-
     @contextmanager
     def reference(self) -> Iterator[None]:
         """The frozen base: the adapter is off inside, and what was trainable stays trainable."""
@@ -600,13 +570,11 @@ class Policy:
         """Keep a frozen copy of the adapter: the behaviour policy that `old()` brings back."""
         self._old = [p.detach().clone() for p in self.params]
 
-    @contextmanager
-    def old(self) -> Iterator[None]:
-        """The behaviour policy, for no-grad passes."""
+    def old(self) -> AbstractContextManager[None]:
+        """The remembered policy, for no-grad passes."""
         if self._old is None:
             raise RuntimeError("Policy.old: call remember() first")
-        with swapped(self.params, self._old):
-            yield
+        return swapped(self.params, self._old)
 
     def save_lora(self, folder: Path, **settings: Any) -> None:
         """Write a LoRA that `pipe.load_lora_weights(folder)` reads back exactly, alpha included.
@@ -616,27 +584,28 @@ class Policy:
         from diffusers.training_utils import _collate_lora_metadata
         from peft.utils import get_peft_model_state_dict
 
-        self.pipe.save_lora_weights(
-            str(folder),
-            transformer_lora_layers=get_peft_model_state_dict(self.transformer),
-            **_collate_lora_metadata({"transformer": self.transformer}),
-        )
-        (folder / "settings.json").write_text(json.dumps(settings, indent=1))
+        layers = get_peft_model_state_dict(self.transformer)
+        metadata = _collate_lora_metadata({"transformer": self.transformer})
+        self.pipe.save_lora_weights(str(folder), transformer_lora_layers=layers, **metadata)
+        write_atomic(folder / "settings.json", json.dumps(settings, indent=1))
 
 
 @contextmanager
 def swapped(params: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
     """Put `values` in place of `params` and bring the exact originals back, exceptions included."""
     kept = [p.detach().clone() for p in params]  # clone: on a CPU .cpu() would alias the weights
-    with torch.no_grad():
-        for p, value in zip(params, values):
-            p.copy_(value)
+    copy_into(params, values)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for p, value in zip(params, kept):
-                p.copy_(value)
+        copy_into(params, kept)
+
+
+@torch.no_grad()
+def copy_into(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Overwrite each of `params` in place."""
+    for p, value in zip(params, values, strict=True):
+        p.copy_(value)
 
 
 def load_policy(
@@ -652,12 +621,16 @@ def load_policy(
     for library in (diffusers, transformers):  # their bars and notices would bury the run's lines
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
+    index = Path(source) / "model_index.json"
+    listed = json.loads(index.read_text()) if index.is_file() else {}
+    # diffusers wants what a local folder leaves out (the T5 of tiny) to be passed as None
+    absent: Any = {name: None for name, part in listed.items() if part == [None, None]}
     pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(
-        source, dtype={"vae": torch.float32, "default": dtype}, **absent_parts(source)
+        source, dtype={"vae": torch.float32, "default": dtype}, **absent
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        policy = Policy(pipe, MODELS[model], source, device, lora_r, lora_alpha)
+        policy = Policy(pipe, MODELS[model], device, lora_r, lora_alpha)
     if gradient_checkpointing:
         policy.transformer.enable_gradient_checkpointing()
     if compile:
@@ -682,11 +655,10 @@ def keyed_noise(
 
     indices are global sample indices: the same numbers for any number of ranks and any micro-batch.
     """
-    rows = []
-    for index in indices:
-        g = torch.Generator().manual_seed(keyed_seed(seed, purpose, iteration, index, step))
-        rows.append(torch.randn(*shape, generator=g))
-    return torch.stack(rows)
+    seeds = [keyed_seed(seed, purpose, iteration, index, step) for index in indices]
+    return torch.stack(
+        [torch.randn(*shape, generator=torch.Generator().manual_seed(s)) for s in seeds]
+    )
 
 
 def prompt_rows(rows: Sequence[Row], P: int, G: int, seed: int, iteration: int) -> list[Row]:
@@ -710,12 +682,20 @@ def cat_batches(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {k: torch.cat([part[k] for part in listed]) for k in listed[0]}
 
 
+def merge_logs(logs: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Mean of every statistic over the micro-steps of an update; the largest of those named max."""
+    columns: dict[str, list[float]] = {}
+    for key, value in (item for row in logs for item in row.items()):
+        columns.setdefault(key, []).append(value)
+    return {k: max(v) if k.endswith("max") else sum(v) / len(v) for k, v in columns.items()}
+
+
 class Ranks:
     """torch.distributed if torchrun started us, else one process. Ranks own whole groups."""
 
     def __init__(self, device: str) -> None:
         self.world, self.rank = (
-            int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", "1"), ("RANK", "0"))
+            int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0))
         )
         self.device = device
         if self.world > 1:
@@ -743,9 +723,6 @@ class Ranks:
             torch.distributed.all_reduce(flat)
             for p, g in zip(params, torch.split(flat / self.world, [p.numel() for p in params])):
                 p.grad = g.view_as(p).clone()
-
-
-# ---- rewards and evaluation ----
 
 
 def combine_rewards(
@@ -836,8 +813,14 @@ class Ema:
 
 # ---- settings ----
 
-# What may differ from the saved run on --resume: it changes what is shown or how fast, no number.
+# What may differ from the saved run on --resume: nothing that changes a number.
 RESUME_MAY_CHANGE = {"iterations", "save_every", "max_fail", "out", "resume", "overwrite", "track"}
+
+
+def refuse_if(bad: bool, flag: str, why: str) -> None:
+    """Leave with one line that names the flag."""
+    if bad:
+        raise SystemExit(f"--{flag.replace('_', '-')}: {why}")
 
 
 def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: str) -> Any:
@@ -849,37 +832,34 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: s
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--model", default=cls().model)
     first.add_argument("--resume", default=None)
-    known, _ = first.parse_known_args()
-    if known.model not in presets:
-        raise SystemExit(f"--model: unknown model {known.model!r}; known: {', '.join(presets)}")
-    saved = _saved_args(known.resume, cls, script) if known.resume else {}
-    base = saved or {"model": known.model, **presets[known.model]}
+    model, folder = (known := first.parse_known_args()[0]).model, known.resume
+    refuse_if(
+        model not in presets, "model", f"unknown model {model!r}; known: {', '.join(presets)}"
+    )
+    saved = _saved_args(Path(folder), cls, script) if folder else {}
+    base = saved or {"model": model, **presets[model]}
     args = tyro.cli(cls, default=dataclasses.replace(cls(), **base), description=doc)
     args.micro_batch = min(args.micro_batch, args.P * args.G)  # as it was saved
     for key in saved.keys() - RESUME_MAY_CHANGE:
-        if getattr(args, key) != saved[key]:
-            raise SystemExit(
-                f"--resume: the run in {known.resume} has --{key.replace('_', '-')} {saved[key]}, "
-                f"not {getattr(args, key)}; drop the flag or start a new run"
-            )
+        new, name = getattr(args, key), key.replace("_", "-")
+        why = f"the run in {folder} has --{name} {saved[key]}, not {new}; drop that flag"
+        refuse_if(new != saved[key], "resume", why)
     names = "+".join(part.partition(":")[0] for part in args.reward.split(","))
     args.out = args.resume or args.out or f"runs/{script}-{args.model}-{names}-s{args.seed}"
     return args
 
 
-def _saved_args(folder: str, cls: Any, script: str) -> dict[str, Any]:
-    path = Path(folder) / "args.json"
-    if not path.is_file() or not path.with_name("state.pt").is_file():
-        raise SystemExit(f"--resume: {folder} holds no saved run (args.json and state.pt)")
+def _saved_args(folder: Path, cls: Any, script: str) -> dict[str, Any]:
+    complete = all((folder / name).is_file() for name in ("args.json", "state.pt"))
+    refuse_if(not complete, "resume", f"{folder} holds no saved run (args.json and state.pt)")
     try:
-        saved: dict[str, Any] = json.loads(path.read_text())
+        saved: dict[str, Any] = json.loads((folder / "args.json").read_text())
     except ValueError:
-        raise SystemExit(f"--resume: {path} is not valid JSON") from None
-    if saved.pop("script", None) != script:
-        raise SystemExit(f"--resume: {folder} was not written by {script}.py")
+        raise SystemExit(f"--resume: {folder}/args.json is not valid JSON") from None
+    refuse_if(saved.pop("script", "") != script, "resume", f"{folder} is no run of {script}.py")
     other = saved.keys() ^ {f.name for f in dataclasses.fields(cls)}
-    if other:
-        raise SystemExit(f"--resume: {path} has other settings than this version: {sorted(other)}")
+    why = f"{folder}/args.json has other settings than this version: {sorted(other)}"
+    refuse_if(bool(other), "resume", why)
     return saved
 
 
@@ -887,20 +867,20 @@ def check_args(args: Any) -> None:
     """Refuse impossible settings in one line that names the flag, before any model is loaded."""
     from rewards import REWARDS, parse_rewards
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     for flag in ("P", "micro_batch", "T", "eval_T", "lora_r", "lora_alpha", "eval_prompts",
                  "eval_every", "save_every"):  # fmt: skip
         refuse_if(getattr(args, flag) < 1, flag, f"{getattr(args, flag)} is below 1")
     refuse_if(args.iterations < 0, "iterations", f"{args.iterations} is negative")
     refuse_if(args.G < 2, "G", f"a group of {args.G} has no advantage; use 2 or more")
+    world, rank = (int(os.environ.get(k, d)) for k, d in (("WORLD_SIZE", 1), ("RANK", 0)))
     refuse_if(args.P % world > 0, "P", f"{args.P} groups cannot be shared by {world} processes")
     for flag in ("lr", "guidance", "eval_guidance", "max_grad_norm", "adv_clip"):
         value = getattr(args, flag)
         bad = value is not None and not 0 < value < math.inf
         refuse_if(bad, flag, f"{value} is not a positive number")
-    for flag, high in dict(ema=1.0, max_fail=1.0, weight_decay=1.0).items():
+    for flag in ("ema", "max_fail", "weight_decay"):
         value = getattr(args, flag)
-        refuse_if(not 0 <= value <= high, flag, f"{value} is outside 0..1")
+        refuse_if(not 0 <= value <= 1, flag, f"{value} is outside 0..1")
     weights = parse_rewards(args.reward)
     total = sum(abs(w) for w in weights.values())
     refuse_if(not 0 < total < math.inf, "reward", f"weights in {args.reward!r} add up to {total}")
@@ -914,19 +894,16 @@ def check_args(args: Any) -> None:
     refuse_if(no_cuda, "device", "no CUDA device here; use --device cpu")
     no_wandb = args.track and importlib.util.find_spec("wandb") is None
     refuse_if(no_wandb, "track", "needs wandb: pip install wandb")
-    first = os.environ.get("RANK", "0") == "0"  # it makes the folder, perhaps before others look
-    exists = first and Path(args.out).exists() and not args.resume
+    # rank 0 makes the folder, perhaps before the others look
+    exists = rank == 0 and Path(args.out).exists() and not args.resume
     why = f"{args.out} exists; add --resume {args.out} or --overwrite"
     refuse_if(exists and not args.overwrite, "out", why)
     why = f"{args.out} holds no args.json: it is no run folder, and is not deleted"
-    refuse_if(exists and not (Path(args.out) / "args.json").is_file(), "overwrite", why)
+    foreign = (
+        exists and not (Path(args.out) / "args.json").is_file() and any(Path(args.out).iterdir())
+    )
+    refuse_if(foreign, "overwrite", why)
     find_weights(args.model, args.weights)
-
-
-def refuse_if(bad: bool, flag: str, why: str) -> None:
-    """Leave with one line that names the flag."""
-    if bad:
-        raise SystemExit(f"--{flag.replace('_', '-')}: {why}")
 
 
 # ---- run folder ----
@@ -948,20 +925,23 @@ class Run:
         self.folder, self.writes, self.stop = Path(args.out), ranks.rank == 0, False
         self.done, self.best, self.declines = 0, -math.inf, 0
         self.rows: list[dict[str, float]] = []
+        self.wandb: Any = None
         if args.resume:
             self._load()
-        if self.writes:
-            if args.overwrite and not args.resume and self.folder.exists():
-                shutil.rmtree(self.folder)
-            (self.folder / "samples").mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"script": script, **dataclasses.asdict(args)}, indent=1)
-            write_atomic(self.folder / "args.json", text)
-            lines = "".join(json.dumps(row) + "\n" for row in self.rows)
-            write_atomic(self.folder / "metrics.jsonl", lines)
-            count = sum(p.numel() for p in policy.params)
-            print(f"{self.folder}: {count:,} trained parameters, from iteration {self.done}")
-        self.wandb: Any = None
-        if args.track and self.writes:
+        if not self.writes:
+            return
+        if args.overwrite and not args.resume and self.folder.exists():
+            shutil.rmtree(self.folder)
+        (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"script": script, **dataclasses.asdict(args)}, indent=1)
+        write_atomic(self.folder / "args.json", text)
+        lines = "".join(json.dumps(row) + "\n" for row in self.rows)
+        write_atomic(self.folder / "metrics.jsonl", lines)
+        count = sum(p.numel() for p in policy.params)
+        print(
+            f"{self.folder}: {count:,} trained parameters, from iteration {self.done}", flush=True
+        )
+        if args.track:
             import wandb
 
             self.wandb = wandb.init(project="diffusion-rl", config=vars(args))
@@ -1009,18 +989,17 @@ class Run:
         """Evaluate, draw, keep best/ by the held-out reward, warn loudly of a decline."""
         name = self.args.heldout_reward or next(iter(rewards))
         key = f"eval/{SHORT.get(name, name)}"
+        rows = rows[: self.args.eval_prompts]
         with self.ema.active():
-            metrics, records = evaluate(
-                self.policy, rewards, rows[: self.args.eval_prompts], self.args, self.ranks, p_mix
-            )
+            metrics, records = evaluate(self.policy, rewards, rows, self.args, self.ranks, p_mix)
             if self.writes and metrics[key] > self.best:
                 self._save_lora("best", average=False)
-        if self.writes:
-            draw_samples(records[:18], list(rewards), self.folder / f"samples/{iteration:05d}.png")
-            draw_curves(self.rows, self.folder / "curves.png")
         start = next((row[key] for row in self.rows if key in row), metrics[key])
         self.best = max(self.best, metrics[key])
         self.declines = self.declines + 1 if metrics[key] < start else 0
+        if self.writes:
+            draw_samples(records[:18], list(rewards), self.folder / f"samples/{iteration:05d}.png")
+            draw_curves(self.rows, self.folder / "curves.png")
         if self.writes and self.declines >= 3:
             line = f"WARNING: held-out {name} is below its start ({start:.3f}) for {self.declines} "
             print(line + f"evaluations, now {metrics[key]:.3f}", file=sys.stderr, flush=True)
@@ -1029,11 +1008,11 @@ class Run:
     def reward_metrics(self, weights: dict[str, float], values: Tensor) -> dict[str, float]:
         """Means of the rewards (N, B) and the share that failed; too large a share ends the run."""
         failed = float((~values.isfinite()).any(0).float().mean())
-        if failed > self.args.max_fail:
-            raise SystemExit(
-                f"--max-fail: {failed:.0%} of the samples of one iteration got no "
-                f"{self.args.reward} reward, above {self.args.max_fail:.0%}; the warnings above say why"
-            )
+        why = (
+            f"{failed:.0%} of the samples of one iteration got no {self.args.reward} reward, above "
+        )
+        why += f"{self.args.max_fail:.0%}; the warnings above say why"
+        refuse_if(failed > self.args.max_fail, "max_fail", why)
         out = {f"reward/{n}": float(v[v.isfinite()].mean()) for n, v in zip(weights, values)}
         mean = sum(w * out[f"reward/{n}"] for n, w in weights.items())
         return {"reward/mean": mean, **out, "reward/fail_frac": failed}
@@ -1063,16 +1042,13 @@ class Run:
             (self.folder / "state.tmp").replace(self.folder / "state.pt")
             self._save_lora("lora")
 
-    @torch.no_grad()
     def _load(self) -> None:
         state = torch.load(self.folder / "state.pt", weights_only=True, map_location="cpu")
-        for p, value in zip(self.policy.params, state["params"], strict=True):
-            p.copy_(value)
-        for p, value in zip(self.ema.values, state["ema"], strict=True):
-            p.copy_(value)
+        copy_into(self.policy.params, state["params"])
+        copy_into(self.ema.values, state["ema"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.ema.n, self.done, self.best = state["ema_n"], state["done"], state["best"]
         self.declines, self.rows = state["declines"], state["rows"]
-        self.optimizer.load_state_dict(state["optimizer"])
 
     def _save_lora(self, name: str, average: bool = True) -> None:
         keep = ("model", "weights", "guidance", "eval_guidance", "eval_T", "solver", "lora_alpha")
@@ -1081,28 +1057,21 @@ class Run:
             self.policy.save_lora(self.folder / name, **settings)
 
     def finish(self, rewards: dict[str, Any], rows: Sequence[Row], p_mix: float = 1.0) -> None:
-        """The last evaluation, and the lines that sample from the trained model."""
-        if self.stop:
-            print(f"stopped and saved; go on with --resume {self.folder}")
-            return
-        self.log(self.done, self.evaluate(self.done, rewards, rows, p_mix))
+        """The last evaluation, unless interrupted, and the lines that use the trained LoRA."""
+        if not self.stop:
+            self.log(self.done, self.evaluate(self.done, rewards, rows, p_mix))
+        elif self.writes:
+            print(f"stopped after iteration {self.done}; go on with --resume {self.folder}")
         if self.writes:
-            a, policy = self.args, self.policy
-            absent = "".join(f", {name}=None" for name in absent_parts(policy.source))
-            print(
-                f"pipe = diffusers.{type(policy.pipe).__name__}.from_pretrained({policy.source!r}"
-                f"{absent}); pipe.load_lora_weights({str(self.folder / 'lora')!r})\n"
-                f"pipe(PROMPT, num_inference_steps={a.eval_T}, guidance_scale={a.eval_guidance}, "
-                f"max_sequence_length={policy.spec.text_tokens}).images[0].save('out.png')"
+            pipe, a = self.policy.pipe, self.args
+            absent = "".join(
+                f", {name}=None" for name, part in pipe.components.items() if part is None
             )
-
-
-def merge_logs(logs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean of every statistic over the micro-steps of an update; the largest of those named max."""
-    columns: dict[str, list[float]] = {}
-    for key, value in (item for row in logs for item in row.items()):
-        columns.setdefault(key, []).append(value)
-    return {k: max(v) if k.endswith("max") else sum(v) / len(v) for k, v in columns.items()}
+            source, lora = pipe.config._name_or_path, str(self.folder / "lora")
+            print(f"pipe = diffusers.{type(pipe).__name__}.from_pretrained({source!r}{absent})")
+            print(f"pipe.load_lora_weights({lora!r})  # then pipe(PROMPT, guidance_scale="
+                  f"{a.eval_guidance}, num_inference_steps={a.eval_T}, "
+                  f"max_sequence_length={self.policy.spec.text_tokens}).images")  # fmt: skip
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -1116,9 +1085,10 @@ def draw_samples(records: Sequence[Row], names: Sequence[str], path: Path) -> No
     """A sheet of pictures with the prompt and the rewards under each."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 2.6 * -(-len(records) // 6)), layout="tight")
+    lines = -(-len(records) // 6)
+    figure = Figure(figsize=(10, 2.1 * lines), layout="tight")
     for k, record in enumerate(records):
-        axis = figure.add_subplot(-(-len(records) // 6), 6, k + 1, xticks=[], yticks=[])
+        axis = figure.add_subplot(lines, 6, k + 1, xticks=[], yticks=[])
         axis.imshow(record["image"].permute(1, 2, 0).numpy(), interpolation="nearest")
         values = " ".join(f"{SHORT.get(n, n)} {v:.2f}" for n, v in zip(names, record["values"]))
         text = "\n".join([*textwrap.wrap(record["prompt"], 32)[:3], values])

@@ -369,7 +369,7 @@ def flow_coefficients(tables):
 
 @checks("perfect_denoiser_variance_excess_per_step", into=TABLE_CHECKS)
 def variance_excess(tables):
-    """With data at one point v = (x - x0)/t, so the noise std t goes to (c_x + c_v/t) t, plus std."""
+    """With data at one point v = (x - x0)/t: the noise std t becomes (c_x + c_v/t) t, plus std."""
     one = torch.ones(1, 1, dtype=torch.float64)
     assert len(tables["perfect_denoiser_variance_excess_per_step"]) == 16
     for row in tables["perfect_denoiser_variance_excess_per_step"]:

@@ -1,8 +1,8 @@
 """Which samplers keep the marginals of the probability-flow ODE, and how nearly.
 
-Every step is affine in (x, v or eps, noise): two basis inputs give its coefficients, and Gaussian data
-N(m, q^2) give an exact recursion for mean and variance, without Monte Carlo. At a practical number of
-steps no sampler but DDIM keeps the marginals, so nothing here claims that they do.
+Every step is affine in (x, v or eps, noise): two basis inputs give its coefficients, and Gaussian
+data N(m, q^2) give an exact recursion for mean and variance, without Monte Carlo. At a practical
+number of steps no sampler but DDIM keeps the marginals, so nothing here claims that they do.
 """
 
 import math

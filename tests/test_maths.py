@@ -1,4 +1,4 @@
-"""Part I of common.py against independent truths: torch.distributions, diffusers, closed forms, loops."""
+"""Part I of common.py against torch.distributions, diffusers, closed forms and plain loops."""
 
 import copy
 import json
@@ -188,6 +188,14 @@ def test_half_precision_is_upcast_and_float64_kept(name, half):
         assert function(*mixed, *levels).dtype == torch.float64
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_levels_follow_the_latents_to_their_device(name):
+    function, n_levels = FUNCTIONS[name]
+    x = torch.empty(2, 3, 4, device="meta")  # stands for a GPU: it refuses to meet a CPU tensor
+    levels = (torch.tensor([0.9, 0.5]), torch.tensor([0.7, 0.4]))[:n_levels]
+    assert function(x, x, *levels).device.type == "meta"
+
+
 # ---- Gaussians ----
 
 
@@ -229,6 +237,19 @@ def test_zero_std_is_deterministic_without_nan_in_value_or_gradient(std):
     assert mean.grad.isfinite().all()
     moving = torch.as_tensor(std).expand(2, 1, 1)[1].item() > 0
     assert [bool(o[1].any()) for o in (logp, kl, mean.grad)] == [moving] * 3
+
+
+def test_logp_and_kl_of_half_precision_are_computed_in_fp32():
+    x, mean, _ = latents((2, 3, 4), dtype=torch.bfloat16)
+    for function in (common.gaussian_logp, common.gaussian_kl):
+        expected = function(x.float(), mean.float(), 0.3)
+        assert expected.dtype == torch.float32
+        assert torch.equal(function(x, mean, 0.3), expected)
+        assert torch.equal(function(x.float(), mean, 0.3), expected)
+        assert function(x, mean.double(), 0.3).dtype == torch.float64
+    per_sample = torch.tensor([0.5, 0.25]).view(2, 1, 1)  # moves with the latents
+    meta = torch.empty(2, 3, 4, device="meta")
+    assert common.gaussian_logp(meta, meta, per_sample).device.type == "meta"
 
 
 def test_std_that_is_zero_for_some_elements_only():
@@ -685,6 +706,16 @@ def test_a_bad_reward_gets_zero_and_touches_no_other(std, bad, dtype):
     assert torch.equal(nothing, torch.zeros(4))
 
 
+@every_std
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [0.1, -0.1])
+def test_equal_rewards_beside_a_bad_one_give_exactly_zero(std, bad, value):
+    assert sum([0.1] * 3) / 3 != 0.1  # the mean alone would not do
+    r = torch.tensor([value, value, bad, value], dtype=torch.float64)
+    A = common.group_advantages(r, 4, std, eps=0.0)
+    assert torch.equal(A, torch.zeros(4, dtype=torch.float64))
+
+
 def test_advantage_clip_and_defaults():
     r = torch.tensor([0.0] * 9 + [1.0])
     A = common.group_advantages(r, 10)
@@ -909,6 +940,12 @@ def test_first_update_is_reinforce(clip):
     assert loss.item() == pytest.approx(-A.mean().item())
     assert stats["rho_mean"] == 1
     assert stats["clip_fraction"] == stats["kl_old"] == stats["log_rho_max"] == 0
+
+
+def test_clip_fraction_does_not_count_the_edge():
+    logp = torch.tensor([0.0, 0.0, 1.0, -1.0])
+    stats = common.clipped_surrogate(logp, torch.zeros(4), torch.ones(4), 0.0)[1]
+    assert stats["clip_fraction"] == 0.5
 
 
 def test_surrogate_gradient_goes_to_logp_only():
