@@ -683,11 +683,14 @@ def cat_batches(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def merge_logs(logs: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Mean of every statistic over the micro-steps of an update; the largest of those named max."""
-    columns: dict[str, list[float]] = {}
-    for key, value in (item for row in logs for item in row.items()):
-        columns.setdefault(key, []).append(value)
-    return {k: max(v) if k.endswith("max") else sum(v) / len(v) for k, v in columns.items()}
+    """Mean of every statistic, weighted by its row's `images`; the largest of those named max."""
+    columns: dict[str, list[tuple[float, float]]] = {}
+    for row in logs:
+        for key, value in row.items():
+            columns.setdefault(key, []).append((value, row.get("images", 1)))
+    columns.pop("images", None)
+    merged = {k: sum(x * n for x, n in c) / sum(n for _, n in c) for k, c in columns.items()}
+    return {k: max(columns[k])[0] if k.endswith("max") else x for k, x in merged.items()}
 
 
 class Ranks:

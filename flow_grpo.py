@@ -246,7 +246,7 @@ def rollout(
     policy: Policy, c: common.Cond, grid: Tensor, steps: range, iteration: int,
     indices: Sequence[int], args: Args,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Sample x0 (B, C, H, W); keep the S stochastic transitions: x (B, S+1, C, H, W), logp (B, S)."""
+    """Sample x0 (B, C, H, W); keep the S stochastic steps: x (B, S+1, C, H, W), logp (B, S)."""
 
     def noise(purpose: str, step: int = 0, group: bool = False) -> Tensor:
         keys = [i // args.G for i in indices] if group else indices
@@ -317,7 +317,7 @@ def update(
                 )  # fmt: skip
                 weight = ranks.world * len(chunk) / len(whole) / len(steps)
                 (weight * value).backward()
-                logs.append({name: float(x) for name, x in stats.items()})
+                logs.append({"images": len(chunk)} | {k: float(x) for k, x in stats.items()})
         ranks.average_gradients(policy.params)
         norm = torch.nn.utils.clip_grad_norm_(policy.params, args.max_grad_norm)
         optimizer.step()
