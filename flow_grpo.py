@@ -362,7 +362,9 @@ def main(args: Args) -> None:
                 rollout(policy, part, grid, steps, iteration, indices, args)
                 for part, indices in common.micro_batches(c, mine, args.micro_batch)
             )
-            images = policy.decode(batch["x0"]).cpu()
+            images = torch.cat(
+                [policy.decode(x).cpu() for x in batch["x0"].split(args.micro_batch)]
+            )
 
             # ---- reward and advantage ----
             values = common.score(rewards, images, rows)
