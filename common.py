@@ -586,7 +586,12 @@ class Policy:
 
         layers = get_peft_model_state_dict(self.transformer)
         metadata = _collate_lora_metadata({"transformer": self.transformer})
-        self.pipe.save_lora_weights(str(folder), transformer_lora_layers=layers, **metadata)
+        tmp = folder.with_name(folder.name + ".tmp")
+        self.pipe.save_lora_weights(str(tmp), transformer_lora_layers=layers, **metadata)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in tmp.iterdir():
+            file.replace(folder / file.name)
+        tmp.rmdir()
         write_atomic(folder / "settings.json", json.dumps(settings, indent=1))
 
 
@@ -898,14 +903,13 @@ def check_args(args: Any) -> None:
     no_wandb = args.track and importlib.util.find_spec("wandb") is None
     refuse_if(no_wandb, "track", "needs wandb: pip install wandb")
     # rank 0 makes the folder, perhaps before the others look
-    exists = rank == 0 and Path(args.out).exists() and not args.resume
-    why = f"{args.out} exists; add --resume {args.out} or --overwrite"
+    out = Path(args.out)
+    exists = rank == 0 and out.exists() and not args.resume
+    why = f"{out} exists; add --resume {out} or --overwrite"
     refuse_if(exists and not args.overwrite, "out", why)
-    why = f"{args.out} holds no args.json: it is no run folder, and is not deleted"
-    foreign = (
-        exists and not (Path(args.out) / "args.json").is_file() and any(Path(args.out).iterdir())
-    )
-    refuse_if(foreign, "overwrite", why)
+    mine = exists and ((out / "args.json").is_file() or (out.is_dir() and not any(out.iterdir())))
+    why = f"{out} holds no args.json: it is no run folder, and is not deleted"
+    refuse_if(exists and not mine, "overwrite", why)
     find_weights(args.model, args.weights)
 
 
