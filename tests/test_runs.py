@@ -788,6 +788,7 @@ BAD = {
     "negative train guidance": (["--train-guidance", "-1"], ["--train-guidance"]),
     "p-mix above one": (["--p-mix", "2"], ["--p-mix"]),
     "existing folder": (["--out", "{tmp}/old"], ["--out", "--resume", "--overwrite"]),
+    "overwrite a file": (["--out", "{tmp}/empty.jsonl", "--overwrite"], ["--overwrite"]),
     "overwrite another folder": (["--out", "{tmp}", "--overwrite"], ["--overwrite"]),
     "resume nothing": (["--resume", "{tmp}/nowhere"], ["--resume", "nowhere"]),
     "resume another script": (["--resume", "{tmp}/other"], ["--resume", "flow_grpo.py"]),
@@ -1039,6 +1040,22 @@ def test_memory_and_speed_flags_change_nothing(quick, tmp_path, outcomes, flags,
     assert_close(params, outcomes["memory"][0], rtol=0, atol=1e-4)  # Adam's first step is lr = 1e-3
     for a, b in zip(rows, outcomes["memory"][1], strict=True):
         assert a == pytest.approx(b, rel=2e-2, abs=1e-4)
+
+
+def test_no_pass_is_larger_than_the_micro_batch(quick, monkeypatch):
+    sizes, original = [], common.load_policy
+
+    def load(*inputs):
+        policy = original(*inputs)
+        policy.vae.decoder.register_forward_pre_hook(lambda m, args: sizes.append(len(args[0])))
+        policy.transformer.register_forward_pre_hook(
+            lambda m, args, kwargs: sizes.append(len(kwargs["hidden_states"])), with_kwargs=True
+        )
+        return policy
+
+    monkeypatch.setattr(common, "load_policy", load)
+    flow_grpo.main(quick(P=2, G=3, micro_batch=2, eval_prompts=5, beta=0.1))
+    assert max(sizes) == 2
 
 
 def test_eval_every_and_save_every(quick):
