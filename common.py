@@ -432,9 +432,9 @@ def find_weights(model: str, weights: str | None = None) -> str:
             HfApi().model_info(source, timeout=10)
         except Exception as error:
             raise SystemExit(
-                f"--model {model}: cannot reach {source} ({type(error).__name__}); where there is a "
-                f"network, accept its licence, run `hf download {source} --local-dir FOLDER` and pass "
-                "--weights FOLDER"
+                f"--model {model}: cannot reach {source} ({type(error).__name__}); where there is "
+                f"a network, accept its licence, run `hf download {source} --local-dir FOLDER` and "
+                "pass --weights FOLDER"
             ) from None
     return source
 
@@ -526,7 +526,7 @@ class Policy:
         return Dpm(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
 
     def grid(self, T: int) -> Tensor:
-        """Noise levels (T + 1,), fp32, from 1 to 0: the sigmas of the stock pipeline, bit for bit."""
+        """Noise levels (T + 1,), fp32, from 1 to 0: the stock pipeline's sigmas, bit for bit."""
         scheduler = self.scheduler()
         scheduler.set_timesteps(T)
         return cast(Tensor, scheduler.sigmas).to(self.device)
@@ -586,7 +586,12 @@ class Policy:
 
         layers = get_peft_model_state_dict(self.transformer)
         metadata = _collate_lora_metadata({"transformer": self.transformer})
-        self.pipe.save_lora_weights(str(folder), transformer_lora_layers=layers, **metadata)
+        tmp = folder.with_name(folder.name + ".tmp")
+        self.pipe.save_lora_weights(str(tmp), transformer_lora_layers=layers, **metadata)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in tmp.iterdir():
+            file.replace(folder / file.name)
+        tmp.rmdir()
         write_atomic(folder / "settings.json", json.dumps(settings, indent=1))
 
 
@@ -662,7 +667,7 @@ def keyed_noise(
 
 
 def prompt_rows(rows: Sequence[Row], P: int, G: int, seed: int, iteration: int) -> list[Row]:
-    """P * G prompt rows, the G of a group adjacent: one shuffled pass over all rows after another."""
+    """P * G prompt rows, a group's G adjacent: one shuffled pass over all rows after another."""
     out: list[Row] = []
     for k in range(iteration * P, (iteration + 1) * P):
         g = torch.Generator().manual_seed(keyed_seed(seed, "prompts", k // len(rows)))
@@ -683,11 +688,14 @@ def cat_batches(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def merge_logs(logs: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Mean of every statistic over the micro-steps of an update; the largest of those named max."""
-    columns: dict[str, list[float]] = {}
-    for key, value in (item for row in logs for item in row.items()):
-        columns.setdefault(key, []).append(value)
-    return {k: max(v) if k.endswith("max") else sum(v) / len(v) for k, v in columns.items()}
+    """Mean of every statistic, weighted by its row's `images`; the largest of those named max."""
+    columns: dict[str, list[tuple[float, float]]] = {}
+    for row in logs:
+        for key, value in row.items():
+            columns.setdefault(key, []).append((value, row.get("images", 1)))
+    columns.pop("images", None)
+    merged = {k: sum(x * n for x, n in c) / sum(n for _, n in c) for k, c in columns.items()}
+    return {k: max(columns[k])[0] if k.endswith("max") else x for k, x in merged.items()}
 
 
 class Ranks:
@@ -716,7 +724,7 @@ class Ranks:
         return out
 
     def average_gradients(self, params: Sequence[Tensor]) -> None:
-        """Mean of the gradients over ranks by one flat all-reduce; an absent gradient counts as 0."""
+        """Mean of the gradients over ranks by one flat all-reduce; an absent one counts as 0."""
         if self.world > 1:
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
             flat = torch.cat([g.flatten() for g in grads])
@@ -760,8 +768,8 @@ def evaluate(
 ) -> tuple[dict[str, float], list[Row]]:  # fmt: skip
     """Mean of each reward over all `rows` with fixed noise and the deterministic sampler.
 
-    Metrics are named eval/<reward>, and eval/kl_ref is the mean of (v - v_ref)^2 at t = 0.5: how far
-    the policy has left the base. One record a picture: index, image, prompt, values, distance.
+    Metrics are named eval/<reward>, and eval/kl_ref is the mean of (v - v_ref)^2 at t = 0.5: how
+    far the policy has left the base. One record a picture: index, image, prompt, values, distance.
     """
     records = []
     mine = range(ranks.rank, len(rows), ranks.world)  # every prompt exactly once, also when ragged
@@ -790,7 +798,7 @@ def evaluate(
 class Ema:
     """Exponential moving average of the LoRA for evaluation and export; rollouts use raw weights.
 
-    official: flow_grpo@9745241: decay min(cap, (1 + n) / (10 + n)), after every 8th optimizer step n.
+    official: flow_grpo@9745241: decay min(cap, (1 + n) / (10 + n)) after every 8th optimizer step.
     """
 
     def __init__(self, params: Sequence[Tensor], cap: float, every: int = 8) -> None:
@@ -895,14 +903,13 @@ def check_args(args: Any) -> None:
     no_wandb = args.track and importlib.util.find_spec("wandb") is None
     refuse_if(no_wandb, "track", "needs wandb: pip install wandb")
     # rank 0 makes the folder, perhaps before the others look
-    exists = rank == 0 and Path(args.out).exists() and not args.resume
-    why = f"{args.out} exists; add --resume {args.out} or --overwrite"
+    out = Path(args.out)
+    exists = rank == 0 and out.exists() and not args.resume
+    why = f"{out} exists; add --resume {out} or --overwrite"
     refuse_if(exists and not args.overwrite, "out", why)
-    why = f"{args.out} holds no args.json: it is no run folder, and is not deleted"
-    foreign = (
-        exists and not (Path(args.out) / "args.json").is_file() and any(Path(args.out).iterdir())
-    )
-    refuse_if(foreign, "overwrite", why)
+    mine = exists and ((out / "args.json").is_file() or (out.is_dir() and not any(out.iterdir())))
+    why = f"{out} holds no args.json: it is no run folder, and is not deleted"
+    refuse_if(exists and not mine, "overwrite", why)
     find_weights(args.model, args.weights)
 
 
