@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 class Step(NamedTuple):
     """One transition x_t -> x_s: x_next = mean + std * noise (noise None: the mean), or as given.
-
     logp (B,) is log N(x_next; mean, std^2), MEAN over elements; 0 without gradient where std = 0.
     std, 0-d or (B, 1, ...), has the step size in it.
     """
@@ -110,7 +109,6 @@ def _standardise(d: Tensor, std: Tensor | float) -> tuple[Tensor, Tensor, Tensor
 
 def gaussian_logp(x: Tensor, mean: Tensor, std: float | Tensor) -> Tensor:
     """log N(x; mean, std^2), MEAN over elements (papers: sum): clip ranges depend on resolution.
-
     std broadcastable to x -> (B,). Elements with std = 0 are deterministic: 0, without gradient.
     """
     x, mean = _prepare(x, mean)
@@ -120,7 +118,6 @@ def gaussian_logp(x: Tensor, mean: Tensor, std: float | Tensor) -> Tensor:
 
 def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: float | Tensor) -> Tensor:
     """KL of two Gaussians of one std: (mean - mean_ref)^2 / (2 std^2), MEAN over elements.
-
     std broadcastable to mean -> (B,); 0 where std = 0. The beta values published for Flow-GRPO
     since 2025-07-15 belong to its own formula, h times this one.
     """
@@ -224,7 +221,6 @@ def _moments(r: Tensor, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def group_advantages(r: Tensor, G: int, std: Std = "group", eps: float = 1e-4,
                      clip: float | None = None) -> Tensor:  # fmt: skip
     """A = (r - group mean) / (std + eps), population std of the group or of all ("none": r - mean).
-
     r (P*G,), groups adjacent -> (P*G,), clamped to +-clip. A non-finite reward gets 0 and touches
     no other; a group of equal (or < 2 finite) rewards gets exactly 0. ValueError: G < 2, ragged.
     """
@@ -289,7 +285,6 @@ def clipped_surrogate(
     logp: Tensor, logp_old: Tensor, A: Tensor, clip: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO (1707.06347), rho = exp(logp - logp_old): mean_B max(-A rho, -A clamp(rho, 1 -+ clip)).
-
     All inputs (B,), gradient to logp only -> (loss (), stats). stats, 0-d and detached: rho_mean,
     clip_fraction (|rho - 1| > clip, whatever the sign of A), kl_old = mean (log rho)^2 / 2,
     log_rho_max = max |log rho|. |log rho| > 20 counts as 20, without gradient.
@@ -313,7 +308,6 @@ def clipped_surrogate(
 
 def stratified_indices(n: int, M: int, generator: torch.Generator) -> Tensor:
     """One uniform index per chunk of tensor_split(arange(n), M) -> (M,) long (V-GRPO, 2604.23380).
-
     Increasing. Not uniform over indices where M does not divide n. ValueError unless 1 <= M <= n.
     """
     if not 1 <= M <= n:
@@ -328,7 +322,6 @@ def denoising_error(
     pred: Tensor, target: Tensor, weight: Literal["none", "self"] | Tensor = "none"
 ) -> Tensor:
     """mean (pred - target)^2 over elements -> (B,); a tensor weight, (B,), multiplies it.
-
     "self" divides by sg(mean |pred - target|) clamped at 1e-5: V-GRPO (2604.23380) Eq. 14, but
     with the MEAN of squares (paper: sum). ValueError: unequal shapes, another word.
     """
@@ -346,7 +339,6 @@ def denoising_error(
 
 def rwr_weights(r: Tensor, inverse_temperature: float, groups: Tensor | None = None) -> Tensor:
     """RWR of DDPO (2305.13301): w = N softmax(inverse_temperature r) -> (B,), of all or per group.
-
     N counts the finite rewards (of the group), so THEIR mean weight is 1; the non-finite weigh 0.
     groups (B,) integer ids.
     """
@@ -493,7 +485,7 @@ class Policy:
         """Noise levels (T + 1,), fp32, 1 to 0: the sigmas of the stock pipeline, bit for bit."""
         scheduler = self.scheduler()
         scheduler.set_timesteps(T)
-        return cast(Tensor, scheduler.sigmas).to(self.device)
+        return scheduler.sigmas.to(self.device)
 
     @torch.no_grad()
     def sample(self, x: Tensor, c: Cond, T: int, guidance: float = 1.0, solver: str = "euler",
@@ -541,7 +533,12 @@ class Policy:
 
         layers = get_peft_model_state_dict(self.transformer)
         metadata = _collate_lora_metadata({"transformer": self.transformer})
-        self.pipe.save_lora_weights(str(folder), transformer_lora_layers=layers, **metadata)
+        tmp = folder.with_name(folder.name + ".tmp")
+        self.pipe.save_lora_weights(str(tmp), transformer_lora_layers=layers, **metadata)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in tmp.iterdir():
+            file.replace(folder / file.name)
+        tmp.rmdir()
         write_atomic(folder / "settings.json", json.dumps(settings, indent=1))
 
 
@@ -602,8 +599,7 @@ def keyed_seed(*key: int | str) -> int:
 
 def keyed_noise(shape: Sequence[int], seed: int, purpose: str, iteration: int,
                 indices: Iterable[int], step: int = 0) -> Tensor:  # fmt: skip
-    """Standard normal (len(indices), *shape) on the CPU, a function of its key alone."""
-    # indices are global: the same numbers for any number of ranks and any micro-batch
+    """Standard normal (len(indices), *shape), CPU, a function of its key; indices are global."""
     seeds = [keyed_seed(seed, purpose, iteration, index, step) for index in indices]
     generators = [torch.Generator().manual_seed(s) for s in seeds]
     return torch.stack([torch.randn(*shape, generator=g) for g in generators])
@@ -631,11 +627,14 @@ def cat_batches(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def merge_logs(logs: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Mean of every statistic over the micro-steps of an update; the largest of those named max."""
-    columns: dict[str, list[float]] = {}
-    for key, value in (item for row in logs for item in row.items()):
-        columns.setdefault(key, []).append(value)
-    return {k: max(v) if k.endswith("max") else sum(v) / len(v) for k, v in columns.items()}
+    """Mean of every statistic, weighted by its row's `images`; the largest of those named max."""
+    columns: dict[str, list[tuple[float, float]]] = {}
+    for row in logs:
+        for key, value in row.items():
+            columns.setdefault(key, []).append((value, row.get("images", 1)))
+    columns.pop("images", None)
+    merged = {k: sum(x * n for x, n in c) / sum(n for _, n in c) for k, c in columns.items()}
+    return {k: max(columns[k])[0] if k.endswith("max") else x for k, x in merged.items()}
 
 
 class Ranks:
@@ -675,10 +674,8 @@ class Ranks:
 def combine_rewards(values: Tensor, weights: Sequence[float], G: int,
                     mode: Literal["advantage", "reward"], std: Std = "group",
                     clip: float | None = None) -> Tensor:  # fmt: skip
-    """Advantages (B,) of rewards (N, B); a sample that failed in any reward gets 0.
-
-    "advantage": normalise each reward, then weight and add (scaling one reward changes nothing);
-    "reward": weighted sum first.
+    """Advantages (B,) of rewards (N, B), 0 for a sample that failed in any. "advantage": normalise
+    each, then weight and add (scaling a reward changes nothing); "reward": weighted sum first.
     """
     w = torch.as_tensor(weights, dtype=torch.float64)[:, None]
     values = values.masked_fill(~values.isfinite().all(0), math.nan).double()
@@ -690,12 +687,6 @@ def combine_rewards(values: Tensor, weights: Sequence[float], G: int,
     return (A if clip is None else A.clamp(-clip, clip)).float()
 
 
-def score(rewards: dict[str, Any], images: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Rewards (N, B) in native scale, on the CPU; NaN where a sample could not be scored."""
-    prompts = [row["prompt"] for row in rows]
-    return torch.stack([fn(images, prompts, list(rows)).cpu() for fn in rewards.values()])
-
-
 EVAL_SEED = 0  # the same noise for every script and every --seed, so that runs can be compared
 SHORT = {"geneval": "strict", "geneval_soft": "soft"}  # eval/strict, eval/soft
 
@@ -704,6 +695,8 @@ SHORT = {"geneval": "strict", "geneval_soft": "soft"}  # eval/strict, eval/soft
 def evaluate(policy: Policy, rewards: dict[str, Any], rows: Sequence[Row], args: Any, ranks: Ranks,
              p_mix: float = 1.0) -> tuple[dict[str, float], list[Row]]:  # fmt: skip
     """(eval/ means over all `rows`, a record a picture); fixed noise, deterministic sampler."""
+    from rewards import score
+
     records = []
     mine = range(ranks.rank, len(rows), ranks.world)  # every prompt exactly once, also when ragged
     for chunk in (mine[i : i + args.micro_batch] for i in range(0, len(mine), args.micro_batch)):
@@ -768,17 +761,16 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: s
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--model", default=cls().model)
     first.add_argument("--resume", default=None)
-    known, _ = first.parse_known_args()
-    model, folder = known.model, known.resume
-    why = f"unknown model {model!r}; known: {', '.join(presets)}"
-    refuse_if(model not in presets, "model", why)
-    saved = _saved_args(Path(folder), cls, script) if folder else {}
-    base = saved or {"model": model, **presets[model]}
+    given = first.parse_known_args()[0]
+    why = f"unknown model {given.model!r}; known: {', '.join(presets)}"
+    refuse_if(given.model not in presets, "model", why)
+    saved = _saved_args(Path(given.resume), cls, script) if given.resume else {}
+    base = saved or {"model": given.model, **presets[given.model]}
     args = tyro.cli(cls, default=dataclasses.replace(cls(), **base), description=doc)
     args.micro_batch = min(args.micro_batch, args.P * args.G)  # as it was saved
     for key in saved.keys() - RESUME_MAY_CHANGE:
         new, name = getattr(args, key), key.replace("_", "-")
-        why = f"the run in {folder} has --{name} {saved[key]}, not {new}; drop that flag"
+        why = f"the run in {given.resume} has --{name} {saved[key]}, not {new}; drop that flag"
         refuse_if(new != saved[key], "resume", why)
     names = "+".join(part.partition(":")[0] for part in args.reward.split(","))
     args.out = args.resume or args.out or f"runs/{script}-{args.model}-{names}-s{args.seed}"
@@ -825,8 +817,8 @@ def check_args(args: Any) -> None:
     refuse_if(kind not in usable, "device", f"no {args.device} here; use --device {usable[0]}")
     no_wandb = args.track and importlib.util.find_spec("wandb") is None
     refuse_if(no_wandb, "track", "needs wandb: pip install wandb")
-    first = os.environ.get("RANK", "0") == "0"  # it makes the folder, perhaps before others look
-    if first and not args.resume and out.exists():
+    # rank 0 makes the folder, perhaps before the others look
+    if os.environ.get("RANK", "0") == "0" and out.exists() and not args.resume:
         refuse_if(not args.overwrite, "out", f"{out} exists; add --resume {out} or --overwrite")
         foreign = not (out / "args.json").is_file() and (out.is_file() or any(out.iterdir()))
         refuse_if(foreign, "overwrite", f"{out} is not deleted: no run folder, it has no args.json")
@@ -840,10 +832,7 @@ SHOWN = ("reward/mean", "eval/strict", "eval/soft", "clip_fraction", "grad_norm"
 
 
 class Run:
-    """The run folder: args.json, metrics.jsonl, curves.png, samples/, lora/, best/, state.pt.
-
-    As a context manager it leaves curves.png and lora/ behind however the run ends.
-    """
+    """The run folder; as a context manager it leaves curves.png and lora/ however the run ends."""
 
     def __init__(self, args: Any, script: str, ranks: Ranks, policy: Policy, optimizer: Any,
                  ema: Ema) -> None:  # fmt: skip
@@ -921,15 +910,6 @@ class Run:
         draw_curves(self.rows, self.folder / "curves.png")
         return metrics
 
-    def reward_metrics(self, weights: dict[str, float], values: Tensor) -> dict[str, float]:
-        """Means of the rewards (N, B) and the share that failed; too large a share ends the run."""
-        failed, limit = float((~values.isfinite()).any(0).float().mean()), self.args.max_fail
-        why = f"{failed:.0%} of one iteration's samples got no {self.args.reward} reward, above "
-        refuse_if(failed > limit, "max_fail", why + f"{limit:.0%}; the warnings above say why")
-        out = {f"reward/{n}": float(v[v.isfinite()].mean()) for n, v in zip(weights, values)}
-        mean = sum(w * out[f"reward/{n}"] for n, w in weights.items())
-        return {"reward/mean": mean, **out, "reward/fail_frac": failed}
-
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """Append one strict-JSON line; a number that is not finite is left out."""
         row = {"iteration": iteration, **{k: v for k, v in metrics.items() if math.isfinite(v)}}
@@ -949,9 +929,8 @@ class Run:
     def _save(self) -> None:
         if self.writes:
             state = dict(
-                params=[p.detach() for p in self.policy.params], ema=self.ema.values,
-                optimizer=self.optimizer.state_dict(), ema_n=self.ema.n, done=self.done,
-                rows=self.rows,
+                params=[p.detach() for p in self.policy.params], done=self.done, rows=self.rows,
+                ema=self.ema.values, ema_n=self.ema.n, optimizer=self.optimizer.state_dict(),
             )  # fmt: skip
             torch.save(state, self.folder / "state.tmp")
             (self.folder / "state.tmp").replace(self.folder / "state.pt")

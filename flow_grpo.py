@@ -32,7 +32,7 @@ from torch import Tensor
 
 import common
 from common import Policy, Ranks, Run
-from rewards import load_rewards, parse_rewards, read_splits
+from rewards import load_rewards, parse_rewards, read_splits, reward_metrics, score
 
 # ==== 1. Settings =================================================================================
 
@@ -122,7 +122,7 @@ class Args:
     window: int = 0
     """stochastic, trained steps per rollout, the others are ODE steps; 0 = all but the last"""
     window_schedule: Literal["random", "progressive", "frozen"] = "random"
-    """where the window starts: anywhere (Fast), moving with the iterations (MixGRPO), at window-lo"""
+    """where the window starts: anywhere (Fast), moving on with time (MixGRPO), at window-lo"""
     window_lo: int = 0
     """first step the window may cover"""
     window_hi: int = 0
@@ -243,10 +243,10 @@ def trained_steps(iteration: int, args: Args) -> range:
 
 @torch.no_grad()
 def rollout(
-    policy: Policy, c: common.Cond, grid: Tensor, steps: range, iteration: int, indices: Sequence[int],
-    args: Args,
+    policy: Policy, c: common.Cond, grid: Tensor, steps: range, iteration: int,
+    indices: Sequence[int], args: Args,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Sample x0 (B, C, H, W) and keep the S stochastic transitions: x (B, S+1, C, H, W), logp (B, S)."""
+    """Sample x0 (B, C, H, W); keep the S stochastic steps: x (B, S+1, C, H, W), logp (B, S)."""
 
     def noise(purpose: str, step: int = 0, group: bool = False) -> Tensor:
         keys = [i // args.G for i in indices] if group else indices
@@ -317,7 +317,7 @@ def update(
                 )  # fmt: skip
                 weight = ranks.world * len(chunk) / len(whole) / len(steps)
                 (weight * value).backward()
-                logs.append({name: float(x) for name, x in stats.items()})
+                logs.append({"images": len(chunk)} | {k: float(x) for k, x in stats.items()})
         ranks.average_gradients(policy.params)
         norm = torch.nn.utils.clip_grad_norm_(policy.params, args.max_grad_norm)
         optimizer.step()
@@ -362,12 +362,14 @@ def main(args: Args) -> None:
                 rollout(policy, part, grid, steps, iteration, indices, args)
                 for part, indices in common.micro_batches(c, mine, args.micro_batch)
             )
-            images = policy.decode(batch["x0"]).cpu()
+            images = torch.cat(
+                [policy.decode(x).cpu() for x in batch["x0"].split(args.micro_batch)]
+            )
 
             # ---- reward and advantage ----
-            values = common.score(rewards, images, rows)
+            values = score(rewards, images, rows)
             everyone = torch.cat(ranks.gather(values), 1)  # (N, P * G)
-            metrics |= run.reward_metrics(weights, everyone)
+            metrics |= reward_metrics(weights, everyone, args.max_fail)
             A = common.combine_rewards(
                 everyone, list(weights.values()), args.G, args.combine, args.adv_std, args.adv_clip
             )[mine.start : mine.stop]

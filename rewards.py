@@ -532,7 +532,7 @@ def _parse_row(line: str) -> dict[str, Any]:
 
 
 def read_splits(path: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(train, held-out) prompts: a folder with train.jsonl and heldout.jsonl, or one file for both."""
+    """(train, held-out) prompts: a folder of train.jsonl and heldout.jsonl, or one file."""
     here = Path(__file__).parent / path
     root = here if here.exists() else Path(path)
     files = [root / "train.jsonl", root / "heldout.jsonl"] if root.is_dir() else [root, root]
@@ -574,3 +574,24 @@ def load_rewards(
         out[name] = make_reward(name, device=device, **options.get(name, {}))
         out[name].self_test()
     return out
+
+
+def score(rewards: Mapping[str, Reward], images: Tensor, rows: Sequence[Metadata]) -> Tensor:
+    """Rewards (N, B) in native scale, on the CPU; NaN where a sample could not be scored."""
+    prompts = [row["prompt"] for row in rows]
+    return torch.stack([fn(images, prompts, list(rows)).cpu() for fn in rewards.values()])
+
+
+def reward_metrics(
+    weights: Mapping[str, float], values: Tensor, max_fail: float
+) -> dict[str, float]:
+    """Means of the rewards (N, B) and the share that failed; SystemExit where that is too large."""
+    failed = float((~values.isfinite()).any(0).float().mean())
+    if failed > max_fail:
+        raise SystemExit(
+            f"--max-fail: {failed:.0%} of the samples of one iteration got no {'+'.join(weights)} "
+            f"reward, above {max_fail:.0%}; the warnings above say why"
+        )
+    out = {f"reward/{n}": float(v[v.isfinite()].mean()) for n, v in zip(weights, values)}
+    mean = sum(w * out[f"reward/{n}"] for n, w in weights.items())
+    return {"reward/mean": mean, **out, "reward/fail_frac": failed}

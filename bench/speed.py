@@ -31,7 +31,7 @@ import torch
 import common
 import flow_grpo
 from bench.learn import ROOT, version, write_json
-from rewards import load_rewards, parse_rewards, read_splits
+from rewards import load_rewards, parse_rewards, read_splits, reward_metrics, score
 
 TARGET = 1.15
 
@@ -123,9 +123,9 @@ def load(a: flow_grpo.Args) -> tuple[common.Run, Callable[[int], None]]:
         )
         images = policy.decode(batch["x0"]).cpu()
 
-        values = common.score(rewards, images, rows)
+        values = score(rewards, images, rows)
         everyone = torch.cat(ranks.gather(values), 1)
-        metrics |= run.reward_metrics(weights, everyone)
+        metrics |= reward_metrics(weights, everyone, a.max_fail)
         A = common.combine_rewards(
             everyone, list(weights.values()), a.G, a.combine, a.adv_std, a.adv_clip
         )[mine.start : mine.stop]

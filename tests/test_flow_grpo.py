@@ -180,14 +180,15 @@ def test_micro_batch_changes_neither_loss_nor_gradient(make_policy, args):
     for size in (1, 3, 64):
         policy = make_policy()
         data = stored(policy, args)
-        randomise(policy, seed=1, scale=1e-4)  # off-policy: rho is not 1
+        randomise(policy, seed=1, scale=1e-3)  # off-policy: rho is not 1
         each = dataclasses.replace(args, micro_batch=size, updates=1, beta=0.1, clip=0.5)
         optimizer, rows = update(policy, data, A, each)
         grads.append(optimizer.gradients)
         logs.append(common.merge_logs(rows))
     for other in (1, 2):
         assert_close(grads[other], grads[0], rtol=1e-4, atol=1e-6)
-        assert_close(logs[other], logs[0], rtol=1e-4, atol=1e-6)
+        assert_close(logs[other], logs[0], rtol=1e-3, atol=1e-9)
+        assert_close(logs[other]["kl_ref"], logs[0]["kl_ref"], rtol=1e-5, atol=0)
 
 
 def test_gradient_is_reinforce_at_rho_one(policy, args):

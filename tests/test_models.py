@@ -484,6 +484,29 @@ def test_compile_follows_the_adapters(make_policy, monkeypatch):
 
 # ---- export ----
 
+
+def test_a_torn_save_leaves_the_last_lora(policy, tmp_path, monkeypatch):
+    policy.save_lora(tmp_path / "lora", guidance=1.0)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "lora").iterdir()}
+    assert before.keys() == {"pytorch_lora_weights.safetensors", "settings.json"}
+
+    def torn(folder, **layers):
+        Path(folder).mkdir(exist_ok=True)
+        (Path(folder) / "pytorch_lora_weights.safetensors").write_text("half")
+        raise KeyboardInterrupt
+
+    randomise(policy, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(policy.pipe, "save_lora_weights", torn)
+        with pytest.raises(KeyboardInterrupt):
+            policy.save_lora(tmp_path / "lora", guidance=2.0)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "lora").iterdir()} == before
+    policy.save_lora(tmp_path / "lora", guidance=2.0)
+    assert [p.name for p in tmp_path.iterdir()] == ["lora"]
+    after = {p.name: p.read_bytes() for p in (tmp_path / "lora").iterdir()}
+    assert all(after[name] != before[name] for name in before)
+
+
 FRESH = """
 import sys, torch
 from diffusers import StableDiffusion3Pipeline

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -167,7 +168,7 @@ def test_negative_weights_and_clip():
 def test_score_keeps_order_and_names(red):
     images = torch.rand(3, 3, 8, 8)
     fns = {name: rewards.make_reward(name) for name in ("red", "jpeg_compressibility")}
-    values = common.score(fns, images, [{"prompt": "a"}] * 3)
+    values = rewards.score(fns, images, [{"prompt": "a"}] * 3)
     assert values.shape == (2, 3)
     exact(values[0], fns["red"](images, [""] * 3))
 
@@ -187,7 +188,7 @@ def test_evaluation_scores_every_prompt_once(policy, quick, size):
     c = policy.encode([r["prompt"] for r in rows])
     images = policy.decode(policy.sample(eps, c, 3, 2.0))
     assert_close(torch.stack([r["image"] for r in records]), images, rtol=0, atol=1e-5)
-    wanted = common.score(fns, images, rows).mean().item()
+    wanted = rewards.score(fns, images, rows).mean().item()
     assert metrics["eval/red"] == pytest.approx(wanted, abs=0.2)
     assert metrics["eval/kl_ref"] > 0
     other = dataclasses.replace(args, seed=7)
@@ -266,6 +267,8 @@ def test_merge_logs():
     rows = [{"a": 1.0, "log_rho_max": 1.0}, {"a": 3.0, "log_rho_max": 5.0}, {"grad_norm": 2.0}]
     assert common.merge_logs(rows) == {"a": 2, "log_rho_max": 5, "grad_norm": 2}
     assert common.merge_logs([]) == {}
+    uneven = [{"images": 3, "a": 1.0, "b_max": 2.0}, {"images": 1, "a": 5.0, "b_max": 1.0}]
+    assert common.merge_logs(uneven) == {"a": 2, "b_max": 2}
 
 
 def test_write_atomic_replaces_and_leaves_nothing_behind(tmp_path):
@@ -414,15 +417,15 @@ def test_the_export_is_the_average(whole_run):
 
 KILLED = """
 import os, signal, sys
-import common, flow_grpo
+import common, flow_grpo, rewards
 
-def score(*inputs, original=common.score, seen=[]):
+def score(*inputs, original=rewards.score, seen=[]):
     seen.append(1)
     if len(seen) == 5:  # evaluations before iterations 0 and 2, rollouts 0, 1 and now 2
         os.kill(os.getpid(), signal.SIGKILL)
     return original(*inputs)
 
-common.score = score
+rewards.score = flow_grpo.score = score
 common.draw_samples = common.draw_curves = lambda *inputs: None
 flow_grpo.main(flow_grpo.parse_args())
 """
@@ -489,24 +492,29 @@ def test_resume_restores_a_policy_that_another_seed_began(whole_run, tmp_path, m
     assert (run.done, ema.n) == (4, 16)
 
 
-def test_interrupt_saves_and_resumes(whole_run, weights, tmp_path, monkeypatch, no_figures, capsys):
-    folder, original, seen = tmp_path / "run", common.score, []
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_saves_and_resumes(
+    number, whole_run, weights, tmp_path, monkeypatch, no_figures, capsys
+):
+    folder, original, seen = tmp_path / "run", rewards.score, []
 
     def score(*inputs):
         seen.append(1)
         if len(seen) == 3:  # the rollout of iteration 1
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return original(*inputs)
 
-    handler = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(common, "score", score)
+    handler = signal.getsignal(number)
+    for module in (rewards, flow_grpo):
+        monkeypatch.setattr(module, "score", score)
     launch(monkeypatch, command(weights, folder, save_every=100))
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(number) is handler
     assert state(folder)["done"] == 2
     assert len(read(folder)) == 2
     assert f"--resume {folder}" in capsys.readouterr().out
     assert {"lora", "curves.png", "args.json"} <= {p.name for p in folder.iterdir()}
-    monkeypatch.setattr(common, "score", original)
+    for module in (rewards, flow_grpo):
+        monkeypatch.setattr(module, "score", original)
     launch(monkeypatch, ["--resume", str(folder), "--save-every", "1"])
     assert_same_run(folder, whole_run)
 
@@ -517,7 +525,8 @@ def test_a_second_interrupt_stops_at_once(weights, tmp_path, monkeypatch, no_fig
         os.kill(os.getpid(), signal.SIGINT)
         return inputs
 
-    monkeypatch.setattr(common, "score", score)
+    for module in (rewards, flow_grpo):
+        monkeypatch.setattr(module, "score", score)
     with pytest.raises(KeyboardInterrupt):
         launch(monkeypatch, command(weights, tmp_path / "run"))
     left = {p.name for p in (tmp_path / "run").iterdir()}
@@ -552,6 +561,69 @@ def test_no_iterations_is_an_evaluation(weights, tmp_path, monkeypatch, no_figur
     assert {"args.json", "metrics.jsonl", "curves.png", "lora"} <= {
         p.name for p in folder.iterdir()
     }
+
+
+def test_the_printed_lines_sample_from_the_result(
+    weights, tmp_path, monkeypatch, capsys, no_figures
+):
+    import diffusers
+
+    folder, evaluated, original = tmp_path / "run", [], common.evaluate
+
+    def evaluate(policy, rewards, rows, args, ranks, p_mix=1.0):
+        out = original(policy, rewards, rows, args, ranks, p_mix)
+        evaluated.append((policy, rows[0]["prompt"]))
+        return out
+
+    monkeypatch.setattr(common, "evaluate", evaluate)
+    launch(monkeypatch, command(weights, folder, iterations=1, ema=0, lr=0.1, eval_guidance=2.0))
+    text = capsys.readouterr().out
+    text = text[text.index("pipe = diffusers.") :]
+    policy, prompt = evaluated[-1]
+    eps = common.keyed_noise(policy.latent_shape, 0, "eval", 0, [0])
+    wanted = policy.decode(policy.sample(eps, policy.encode([prompt]), 2, 2.0))
+    names = {"diffusers": diffusers, "PROMPT": prompt, "eps": eps}
+    exec(text, names)
+    call = re.search(r"pipe\(PROMPT, .*\)\.images", text)[0]
+    assert len(eval(call, names)) == 1  # as printed
+    call = call.replace("(PROMPT,", "(PROMPT, latents=eps, output_type='pt',")
+    assert_close(eval(call, names), wanted, rtol=0, atol=1e-5)
+
+
+def test_best_follows_the_held_out_reward(quick, tmp_path, monkeypatch):
+    values = iter([1.0, 3.0, 2.0])  # of the evaluations before iterations 0 and 1, and at the end
+
+    def factory(device, dtype):
+        return rewards.Reward(lambda images, prompts, metas: [next(values)] * len(images))
+
+    monkeypatch.setitem(rewards.REWARDS, "peak", factory)
+    two = quick(heldout_reward="peak", iterations=2, eval_every=1, out=str(tmp_path / "two"))
+    flow_grpo.main(two)
+    one = quick(out=str(tmp_path / "one"))
+    flow_grpo.main(one)
+    exact(lora(two.out, "best"), lora(one.out))
+    assert differ(lora(two.out).values(), lora(one.out).values())
+    assert [row["eval/peak"] for row in read(two.out)] == [1, 3, 2]
+
+
+def test_geneval_end_to_end(quick):
+    """The defaults: GenEval's soft reward in training, its benchmark rule held out."""
+    args = quick(reward="geneval_soft", heldout_reward="geneval")
+    flow_grpo.main(args)
+    for row in (read(args.out)[0], read(args.out)[-1]):
+        assert 0 <= row["eval/strict"] <= 1
+        assert 0 <= row["eval/soft"] <= 1
+    assert read(args.out)[0]["reward/fail_frac"] == 0
+
+
+def test_the_large_model_takes_the_same_path(quick):
+    """Stable Diffusion 3.5's settings (targets, text length) on a small pipeline of its class."""
+    args = quick(model="sd35m", guidance=4.5, beta=0.04, ema=0.9)
+    flow_grpo.main(args)
+    small = quick(guidance=4.5, beta=0.04, ema=0.9, out=args.out + "-tiny")
+    flow_grpo.main(small)
+    assert len(lora(args.out)) < len(lora(small.out))  # attention only
+    assert read(args.out)[0]["grad_norm"] > 0
 
 
 # ---- rewards that fail ----
@@ -719,6 +791,7 @@ BAD = {
     "negative train guidance": (["--train-guidance", "-1"], ["--train-guidance"]),
     "p-mix above one": (["--p-mix", "2"], ["--p-mix"]),
     "existing folder": (["--out", "{tmp}/old"], ["--out", "--resume", "--overwrite"]),
+    "overwrite a file": (["--out", "{tmp}/empty.jsonl", "--overwrite"], ["--overwrite"]),
     "overwrite another folder": (["--out", "{tmp}", "--overwrite"], ["--overwrite"]),
     "resume nothing": (["--resume", "{tmp}/nowhere"], ["--resume", "nowhere"]),
     "resume another script": (["--resume", "{tmp}/other"], ["--resume", "flow_grpo.py"]),
@@ -970,6 +1043,22 @@ def test_memory_and_speed_flags_change_nothing(quick, tmp_path, outcomes, flags,
     assert_close(params, outcomes["memory"][0], rtol=0, atol=1e-4)  # Adam's first step is lr = 1e-3
     for a, b in zip(rows, outcomes["memory"][1], strict=True):
         assert a == pytest.approx(b, rel=2e-2, abs=1e-4)
+
+
+def test_no_pass_is_larger_than_the_micro_batch(quick, monkeypatch):
+    sizes, original = [], common.load_policy
+
+    def load(*inputs):
+        policy = original(*inputs)
+        policy.vae.decoder.register_forward_pre_hook(lambda m, args: sizes.append(len(args[0])))
+        policy.transformer.register_forward_pre_hook(
+            lambda m, args, kwargs: sizes.append(len(kwargs["hidden_states"])), with_kwargs=True
+        )
+        return policy
+
+    monkeypatch.setattr(common, "load_policy", load)
+    flow_grpo.main(quick(P=2, G=3, micro_batch=2, eval_prompts=5, beta=0.1))
+    assert max(sizes) == 2
 
 
 def test_eval_every_and_save_every(quick):

@@ -150,7 +150,7 @@ def foreground(images: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def encode_all(vae: Any, images: torch.Tensor) -> torch.Tensor:
-    """Raw latents (n, 4, 16, 16) of uint8 pictures; small channels_last batches are fastest here."""
+    """Raw latents (n, 4, 16, 16) of uint8 pictures; small channels_last batches are fastest."""
     vae = vae.to(memory_format=torch.channels_last)
     return torch.cat([vae.encoder(b.float() / 127.5 - 1) for b in images.split(16)]).contiguous()
 
