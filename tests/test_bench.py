@@ -220,20 +220,20 @@ def test_speed_end_to_end(untrained, tmp_path, monkeypatch):
     out = tmp_path / "speed.json"
     result = speed.main(
         speed.Args(
-            weights=untrained, reward="jpeg_compressibility", P=2, G=4, T=3, repeats=1, out=str(out)
+            weights=untrained, reward="jpeg_compressibility", P=2, G=4, T=4, repeats=1, out=str(out)
         )
     )
     assert json.loads(out.read_text()) == result
     assert result["ratio"] > 0
-    assert result["images"]["forward"] == 3 * 8
+    assert result["images"]["forward"] == 4 * 8
     assert result["images"]["decode"] == 8
-    assert 0 < result["images"]["update"] <= 2 * 8  # two trained steps
+    assert 0 < result["images"]["update"] <= 3 * 8  # three trained steps
     assert len(seen) == 2  # one to warm up, one that counts
     assert all(passes == again for passes, again in seen)  # the same passes in the same order
 
 
 def test_the_whole_iteration_is_that_of_main(untrained, tmp_path, monkeypatch):
-    small = dict(weights=untrained, reward="jpeg_compressibility", P=1, G=4, T=3)
+    small = dict(weights=untrained, reward="jpeg_compressibility", P=1, G=4, T=4)
     a = speed.script_args(speed.Args(**small, repeats=1), str(tmp_path / "speed"))
     monkeypatch.setattr(speed, "bare", lambda *_: None)
     monkeypatch.setattr(speed, "timed", lambda work: work() or 1.0)

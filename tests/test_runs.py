@@ -330,7 +330,7 @@ def lora(folder, name="lora"):
 def command(weights, out, **flags):
     small = dict(
         weights=weights, out=str(out), reward="jpeg_compressibility", heldout_reward="None", P=2,
-        G=2, T=3, micro_batch=4, lora_r=4, lora_alpha=8, eval_prompts=3, eval_T=2, eval_every=2,
+        G=2, T=3, window=0, micro_batch=4, lora_r=4, lora_alpha=8, eval_prompts=3, eval_T=2, eval_every=2,
         save_every=1, ema=0.5, updates=4, iterations=4, device="cpu",
     )  # fmt: skip
     out = []
@@ -898,7 +898,7 @@ def test_flags_win_over_presets_and_presets_over_defaults(monkeypatch, tmp_path,
     assert (args.G, args.guidance, args.lr, args.iterations) == (8, 4.5, 0.5, 100)
     args = parse(monkeypatch, "--model=sd35m", "--device=cpu")
     assert args.lr == 3e-4
-    assert args.out == "runs/flow_grpo-sd35m-geneval_soft-s0"
+    assert args.out == "runs/flow_grpo-sd35m-jpeg_compressibility-s0"
     args = parse(monkeypatch, "--device", "cpu", "--reward", "geneval:1,jpeg_compressibility:0.1",
                  "--seed", "3", "--P", "1", "--G", "3")  # fmt: skip
     assert args.out == "runs/flow_grpo-tiny-geneval+jpeg_compressibility-s3"
