@@ -240,8 +240,12 @@ def test_the_whole_iteration_is_that_of_main(untrained, tmp_path, monkeypatch):
     speed.measure(a)
     flow_grpo.main(
         flow_grpo.Args(
-            **small, micro_batch=4, iterations=2, eval_prompts=1, out=str(tmp_path / "main")
-        )
+            **{**flow_grpo.PRESETS["tiny"], **small},
+            micro_batch=4,
+            iterations=2,
+            eval_prompts=1,
+            out=str(tmp_path / "main"),
+        )  # fmt: skip
     )
     _, ours = learn.read_run(tmp_path / "speed")
     _, theirs = learn.read_run(tmp_path / "main")
