@@ -1,7 +1,7 @@
 """Flow-GRPO: group relative policy optimisation of flow models by turning their ODE into an SDE.
 
-Liu et al., Flow-GRPO, arXiv 2505.05470v5; MixGRPO: Li et al., arXiv 2507.21802v3; CPS: Wang & Yu,
-Coefficients-Preserving Sampling, arXiv 2509.05952v2.
+Flow-GRPO: Liu et al., arXiv 2505.05470v5; MixGRPO: Li et al., arXiv 2507.21802v2; CPS,
+Coefficients-Preserving Sampling: arXiv 2509.05952.
 
 Denoising is a Markov decision process. The Euler step of the flow ODE becomes a step of an SDE with
 the same marginals, so that each step has a Gaussian log-density; the advantage of an image against
@@ -11,11 +11,12 @@ the other images of its prompt then trains every stochastic step by PPO's clippe
     rho = exp(logp(x_s | x_t, c) - logp_old),  A = (r - mean_group r) / (std r + 1e-4)
 
     python flow_grpo.py                                    # the shipped tiny model, on a CPU
-    python flow_grpo.py --window 3 --sde cps --a 0.8       # Flow-GRPO-Fast
-    python flow_grpo.py --window 4 --window-schedule progressive --same-latent     # MixGRPO
-    python flow_grpo.py --model sd35m --reward jpeg_compressibility --prompts prompts.txt
+    python flow_grpo.py --window 0                         # train all steps but the last
+    python flow_grpo.py --window-schedule random --sde cps --a 0.8          # Flow-GRPO-Fast
+    python flow_grpo.py --window 4 --window-schedule progressive            # MixGRPO
+    python flow_grpo.py --model sd35m --weights FOLDER                      # on a GPU
 
-Departures are marked `# differs:` and listed in the README. Diff it against vgrpo.py.
+Departures are marked `# differs:` and listed in the README.
 """
 
 from __future__ import annotations
@@ -149,6 +150,8 @@ class Args:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(  # ours: the best of the sweep in the README
+        iterations=300,  # a quarter of an hour on two cores
+        eval_every=20,
         T=8,
         lr=6e-4,
         window=3,  # the first three steps decide what is drawn where
@@ -287,7 +290,7 @@ def loss(
     guidance = args.guidance if args.train_guidance is None else args.train_guidance
     v = policy.velocity(x_t, t, c, guidance)
     _, logp, mean, std = STEPS[args.sde](x_t, v, t, s, args.a, x_next=x_s)
-    total, stats = common.clipped_surrogate(logp, logp_old, A, args.clip)  # Eq. 5
+    total, stats = common.clipped_surrogate(logp, logp_old, A, args.clip)
     if args.beta > 0:
         with torch.no_grad(), policy.reference():
             v_ref = policy.velocity(x_t, t, c, guidance)
@@ -308,6 +311,7 @@ def update(
     """`updates` optimizer steps, each on its own share of the images and on all stored steps."""
     g = torch.Generator().manual_seed(common.keyed_seed(args.seed, "shuffle", iteration))
     # A sample without advantage has no policy gradient: only the KL would need its forward.
+    # differs: it keeps its weight in the mean; official code drops it and reweighs the others.
     live = valid if args.beta > 0 else valid & (A != 0)
     logs: list[dict[str, float]] = []
     first = ranks.rank * len(A)  # the shares are drawn over all ranks: one process does the same

@@ -245,7 +245,7 @@ def test_the_whole_iteration_is_that_of_main(untrained, tmp_path, monkeypatch):
             iterations=2,
             eval_prompts=1,
             out=str(tmp_path / "main"),
-        )  # fmt: skip
+        )
     )
     _, ours = learn.read_run(tmp_path / "speed")
     _, theirs = learn.read_run(tmp_path / "main")
