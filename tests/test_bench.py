@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -239,8 +240,8 @@ def test_the_whole_iteration_is_that_of_main(untrained, tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "timed", lambda work: work() or 1.0)
     speed.measure(a)
     flow_grpo.main(
-        flow_grpo.Args(
-            **{**flow_grpo.PRESETS["tiny"], **small},
+        replace(
+            flow_grpo.Args(**{**flow_grpo.PRESETS["tiny"], **small}),
             micro_batch=4,
             iterations=2,
             eval_prompts=1,
