@@ -16,7 +16,7 @@ the other images of its prompt then trains every stochastic step by PPO's clippe
     python flow_grpo.py --window 4 --window-schedule progressive            # MixGRPO
     python flow_grpo.py --model sd35m --weights FOLDER                      # on a GPU
 
-Departures are marked `# differs:` and listed in the README.
+Departures are marked `# differs:` and listed in the README. Diff it against vgrpo.py.
 """
 
 from __future__ import annotations
