@@ -261,6 +261,9 @@ def test_dpm_converges_to_the_same_picture_faster(make_policy, shifted_weights, 
         for solver in ("euler", "dpm2")
     }
     assert errors["dpm2"] < errors["euler"] < 0.2
+    scheduler = policy.scheduler("dpm2")
+    scheduler.set_timesteps(2)  # its own grid of flow sigmas, shifted: 3 u / (1 + 2 u) at u = 1/2
+    assert scheduler.sigmas[1].item() == pytest.approx(shift / (1 + shift), abs=2e-3)
 
 
 @pytest.mark.parametrize("T", [1, 2, 5])
