@@ -283,6 +283,16 @@ def test_official_kl_is_the_step_size_times_the_exact_one(policy, args):
         assert_close(a, (grid[i] - grid[i + 1]) * b, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("sde", ["cps", "dance"])
+def test_only_the_sde_has_an_official_kl_of_its_own(policy, args, sde):
+    args = dataclasses.replace(args, beta=1.0, sde=sde)
+    data, A = stored(policy, args), torch.zeros(4)
+    official = losses(policy, data, A, args)
+    exactly = losses(policy, data, A, dataclasses.replace(args, kl="exact"))
+    for (_, a), (_, b) in zip(official, exactly):
+        exact(a["kl_ref"], b["kl_ref"])
+
+
 def test_kl_pulls_to_the_base(policy, args):
     args = dataclasses.replace(args, beta=1.0, updates=1)
     data, A = stored(policy, args), torch.zeros(4)

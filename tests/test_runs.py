@@ -642,16 +642,17 @@ def failing(monkeypatch, fails):
     return "flaky"
 
 
-def test_one_failed_sample_is_masked_and_counted(quick, monkeypatch, caplog):
+@pytest.mark.parametrize(("beta", "passes"), [(0.0, 2), (0.1, 4)])  # the KL masks it as well
+def test_one_failed_sample_is_masked_and_counted(quick, monkeypatch, caplog, beta, passes):
     name = failing(monkeypatch, lambda call, i: call == 2 and i == 3)
-    args = quick(reward=name, P=2, G=3, micro_batch=6, iterations=2)
+    args = quick(reward=name, P=2, G=3, micro_batch=6, iterations=2, beta=beta)
     flow_grpo.main(args)
     rows = read(args.out)
     assert [row["reward/fail_frac"] for row in rows[:2]] == [pytest.approx(1 / 6), 0]
     assert all(math.isfinite(v) for row in rows for v in row.values())
     assert all(p.isfinite().all() for p in state(args.out)["params"])
     assert rows[0]["grad_norm"] > 0
-    assert rows[0]["nfe"] == pytest.approx(3 + 2 * 5 / 6)
+    assert rows[0]["nfe"] == pytest.approx(3 + passes * 5 / 6)
     assert "1 of 6 samples not scored" in caplog.text
 
 
