@@ -25,13 +25,13 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
 import common
 import flow_grpo
 from bench.learn import ROOT, version, write_json
-from rewards import load_rewards, parse_rewards, read_splits, reward_metrics, score
 
 TARGET = 1.15
 
@@ -74,7 +74,7 @@ class Pair(NamedTuple):
     bare: float
 
 
-# ---- the whole iteration -------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 def script_args(args: Args, out: str) -> flow_grpo.Args:
@@ -91,57 +91,6 @@ def script_args(args: Args, out: str) -> flow_grpo.Args:
     common.check_args(own)
     flow_grpo.check_own(own)
     return own
-
-
-def load(a: flow_grpo.Args) -> tuple[common.Run, Callable[[int], None]]:
-    """Set up as flow_grpo.main does -> (run, one whole iteration as a function of its number)."""
-    train, _ = read_splits(a.prompts)
-    ranks = common.Ranks(a.device)
-    weights = parse_rewards(a.reward)
-    rewards = load_rewards(list(weights), common.MODELS[a.model].reward_options, ranks.device)
-    policy = common.load_policy(
-        a.model, a.weights, ranks.device, getattr(torch, a.dtype), a.lora_r, a.lora_alpha, a.seed,
-        a.gradient_checkpointing, a.compile,
-    )  # fmt: skip
-    optimizer = torch.optim.AdamW(policy.params, lr=a.lr, weight_decay=a.weight_decay)
-    ema = common.Ema(policy.params, a.ema)
-    grid = policy.grid(a.T)
-    run = common.Run(a, flow_grpo.SCRIPT, ranks, policy, optimizer, ema)
-
-    def whole(iteration: int) -> None:
-        """The body of flow_grpo.main's loop, evaluation left out."""
-        start, metrics = time.time(), dict[str, float]()
-        rows = common.prompt_rows(train, a.P, a.G, a.seed, iteration)
-        mine = ranks.mine(len(rows))
-        rows = rows[mine.start : mine.stop]
-        c = policy.encode([row["prompt"] for row in rows])
-        policy.calls = 0
-        steps = flow_grpo.trained_steps(iteration, a)
-        batch = common.cat_batches(
-            flow_grpo.rollout(policy, part, grid, steps, iteration, indices, a)
-            for part, indices in common.micro_batches(c, mine, a.micro_batch)
-        )
-        images = policy.decode(batch["x0"]).cpu()
-
-        values = score(rewards, images, rows)
-        everyone = torch.cat(ranks.gather(values), 1)
-        metrics |= reward_metrics(weights, everyone, a.max_fail)
-        A = common.combine_rewards(
-            everyone, list(weights.values()), a.G, a.combine, a.adv_std, a.adv_clip
-        )[mine.start : mine.stop]
-        valid = values.isfinite().all(0)
-
-        logs = flow_grpo.update(
-            policy, optimizer, ema, batch, c, A, valid, grid, steps, iteration, a, ranks
-        )
-
-        metrics |= common.merge_logs([row for part in ranks.gather(logs) for row in part])
-        metrics["diversity"] = float(batch["x0"].unflatten(0, (-1, a.G)).std(1).mean())
-        metrics["nfe"] = policy.calls / len(rows)
-        metrics["seconds"] = time.time() - start
-        run.log(iteration, metrics)
-
-    return run, whole
 
 
 # ---- the bare passes -----------------------------------------------------------------------------
@@ -203,31 +152,49 @@ def bare(policy: common.Policy, passes: Sequence[Pass], inputs: dict[int, Any]) 
 # ---- timing --------------------------------------------------------------------------------------
 
 
-def timed(work: Callable[[], object]) -> float:
+def clock() -> float:
     """Seconds, kernels of a GPU included."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    return time.perf_counter()
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that work takes."""
+    start = clock()
     work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def measure(a: flow_grpo.Args) -> tuple[list[Pair], list[Pass]]:
     """One pair an iteration, the first dropped -> (pairs, passes of the last iteration)."""
-    run, whole = load(a)
-    policy, pairs, passes = run.policy, [], []
+    pairs: list[Pair] = []
+    last: list[Pass] = []
     inputs: dict[int, Any] = {}
-    with run:
-        iterations = run.iterations()
-        for iteration in iterations:
-            with recorded(policy) as passes:
-                seconds = timed(partial(whole, iteration))
-            for size in {p.size for p in passes} - inputs.keys():
-                inputs[size] = make_inputs(policy, size)
-            pairs.append(Pair(seconds, timed(partial(bare, policy, passes, inputs))))
-    return pairs[1:], passes
+
+    class Timed(common.Run):
+        """Times the body of main's loop itself, then its bare passes; nothing is evaluated."""
+
+        def iterations(self) -> Iterator[int]:
+            for iteration in super().iterations():
+                with recorded(self.policy) as passes:
+                    start = clock()
+                    yield iteration
+                    seconds = clock() - start
+                for size in {p.size for p in passes} - inputs.keys():
+                    inputs[size] = make_inputs(self.policy, size)
+                pairs.append(Pair(seconds, timed(partial(bare, self.policy, passes, inputs))))
+                last[:] = passes
+
+        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+            return {}
+
+        def finish(self, *_: Any, **__: Any) -> None:
+            pass
+
+    with mock.patch.object(flow_grpo, "Run", Timed):
+        flow_grpo.main(a)
+    return pairs[1:], last
 
 
 def peak_memory() -> float:
