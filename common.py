@@ -607,11 +607,11 @@ def keyed_noise(shape: Sequence[int], seed: int, purpose: str, iteration: int,
 
 def prompt_rows(rows: Sequence[Row], P: int, G: int, seed: int, iteration: int) -> list[Row]:
     """P * G prompt rows, the G of a group adjacent: shuffled passes over all rows in turn."""
-    out: list[Row] = []
-    for k in range(iteration * P, (iteration + 1) * P):
-        g = torch.Generator().manual_seed(keyed_seed(seed, "prompts", k // len(rows)))
-        out += [rows[int(torch.randperm(len(rows), generator=g)[k % len(rows)])]] * G
-    return out
+    n, picks, order = len(rows), range(iteration * P, (iteration + 1) * P), {}
+    for k in {i // n for i in picks}:  # the passes that these picks fall into
+        g = torch.Generator().manual_seed(keyed_seed(seed, "prompts", k))
+        order[k] = torch.randperm(n, generator=g).tolist()
+    return [rows[order[i // n][i % n]] for i in picks for _ in range(G)]
 
 
 def micro_batches(c: Cond, indices: range, size: int) -> Iterator[tuple[Cond, range]]:
