@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 import common
-from common import Policy, Ranks, Run
+from common import Policy, Ranks, Run, refuse_if
 from rewards import load_rewards, parse_rewards, read_splits, reward_metrics, score
 
 # ==== 1. Settings =================================================================================
@@ -186,26 +186,24 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def check_own(args: Args) -> None:
     """Refuse impossible settings of this algorithm in one line that names the flag."""
-    hi = args.window_hi or args.T - 1
-    if args.T < 2:
-        raise SystemExit(f"--T: {args.T} leaves no trained step; the last step is never trained")
-    if not 0 <= args.window_lo < hi <= args.T - 1:
-        raise SystemExit(f"--window-lo/--window-hi: {args.window_lo}..{hi} outside 0..{args.T - 1}")
-    if not 0 <= args.window <= hi - args.window_lo:
-        raise SystemExit(f"--window: {args.window} steps do not fit into {args.window_lo}..{hi}")
-    if not args.a > 0 or (args.sde == "cps" and args.a > 1):
-        raise SystemExit(f"--a: noise level {args.a} is not positive" + " or above 1 for cps")
-    for flag, low in dict(updates=1, window_every=1, window_stride=1).items():
-        if getattr(args, flag) < low:
-            raise SystemExit(f"--{flag.replace('_', '-')}: {getattr(args, flag)} is below {low}")
-    if args.updates > args.P * args.G:
-        raise SystemExit(f"--updates: {args.updates} is above P * G = {args.P * args.G} images")
-    if args.train_guidance is not None and not 0 < args.train_guidance < math.inf:
-        raise SystemExit(f"--train-guidance: {args.train_guidance} is not a positive number")
-    if not args.clip > 0 or not args.beta >= 0:
-        raise SystemExit(f"--clip {args.clip} must be positive, --beta {args.beta} not negative")
-    if not 0 <= args.p_mix <= 1:
-        raise SystemExit(f"--p-mix: {args.p_mix} is outside 0..1")
+    T, lo, hi = args.T, args.window_lo, args.window_hi or args.T - 1
+    refuse_if(T < 2, "T", f"{T} leaves no trained step; the last step is never trained")
+    outside = not 0 <= lo < hi <= T - 1
+    refuse_if(outside, "window-lo/--window-hi", f"{lo}..{hi} outside 0..{T - 1}")
+    too_long = not 0 <= args.window <= hi - lo
+    refuse_if(too_long, "window", f"{args.window} steps do not fit into {lo}..{hi}")
+    no_noise = not args.a > 0 or (args.sde == "cps" and args.a > 1)
+    refuse_if(no_noise, "a", f"noise level {args.a} is not positive or above 1 for cps")
+    for flag in ("updates", "window_every", "window_stride"):
+        refuse_if(getattr(args, flag) < 1, flag, f"{getattr(args, flag)} is below 1")
+    images = args.P * args.G
+    refuse_if(args.updates > images, "updates", f"{args.updates} is above P * G = {images} images")
+    guidance = args.train_guidance
+    bad = guidance is not None and not 0 < guidance < math.inf
+    refuse_if(bad, "train_guidance", f"{guidance} is not a positive number")
+    bad = not args.clip > 0 or not args.beta >= 0
+    refuse_if(bad, "clip", f"{args.clip} must be positive, --beta {args.beta} not negative")
+    refuse_if(not 0 <= args.p_mix <= 1, "p_mix", f"{args.p_mix} is outside 0..1")
 
 
 SCRIPT = "flow_grpo"
