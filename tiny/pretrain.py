@@ -3,7 +3,8 @@
     python -m tiny.pretrain                    # autoencoder, then the SD3 pipeline; resumes itself
     python -m tiny.pretrain --out /tmp/sd3 --steps 2000
 
-Two stages, each a pure function of the seed and the step, checkpointed every few minutes:
+Two stages, each a pure function of the seed and the step; the second is checkpointed every few
+minutes, the first, of five minutes, at its end:
 1. `AutoencoderTiny` (f = 4, 4 latent channels) on random crops, L1 + 2 MSE, latents noised so that
    the decoder forgives small errors of the flow model.
 2. `SD3Transformer2DModel` and two `CLIPTextModelWithProjection` together, by conditional flow
@@ -344,14 +345,15 @@ def export(models: torch.nn.ModuleDict, vae: Any, work: Path, out: Path) -> None
     """
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
+    tokenizer = make_tokenizer(work / "tokenizer")
     pipe: Any = StableDiffusion3Pipeline(
         transformer=copy.deepcopy(models["transformer"]).half(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
         vae=copy.deepcopy(vae).half(),
         text_encoder=models["text_encoder"],
-        tokenizer=make_tokenizer(work / "tokenizer"),
+        tokenizer=tokenizer,
         text_encoder_2=models["text_encoder_2"],
-        tokenizer_2=make_tokenizer(work / "tokenizer"),
+        tokenizer_2=tokenizer,
         text_encoder_3=None,
         tokenizer_3=None,
     )
