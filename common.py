@@ -367,6 +367,7 @@ _EVERY_LINEAR = _JOINT_ATTENTION + _FEED_FORWARD
 class ModelSpec:
     """What diffusers' own configs do not say about a model."""
 
+    pipeline: str  # class of diffusers
     weights: str  # hub id, or a folder beside this file
     resolution: int  # pixels; never above what the network was built for
     text_tokens: int  # max_sequence_length of the pipeline: T5 tokens (zeros where there is no T5)
@@ -374,11 +375,17 @@ class ModelSpec:
     reward_options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
 
+_SD3, _SD, _FLUX = "StableDiffusion3Pipeline", "StableDiffusionPipeline", "FluxPipeline"
 MODELS = {
     # differs: unclipped, one extra object could cost more than everything else is worth
-    "tiny": ModelSpec("tiny/sd3", 64, 1, _EVERY_LINEAR, {"geneval_soft": {"clip": True}}),
+    "tiny": ModelSpec(_SD3, "tiny/sd3", 64, 1, _EVERY_LINEAR, {"geneval_soft": {"clip": True}}),
     # official: flow_grpo@9745241, config/grpo.py: 512 px, T5 length 128, attention only
-    "sd35m": ModelSpec("stabilityai/stable-diffusion-3.5-medium", 512, 128, _JOINT_ATTENTION),
+    "sd35m": ModelSpec(_SD3, "stabilityai/stable-diffusion-3.5-medium", 512, 128, _JOINT_ATTENTION),
+    # official: flow_grpo@9745241, scripts/train_flux.py: feed-forward layers as well
+    "flux": ModelSpec(_FLUX, "black-forest-labs/FLUX.1-dev", 512, 128, _EVERY_LINEAR),
+    # official: ddpo-pytorch@1958463: LoRA on the attention layers
+    "sd15": ModelSpec(_SD, "stable-diffusion-v1-5/stable-diffusion-v1-5", 512, 77, _ATTENTION),
+    "sd14": ModelSpec(_SD, "CompVis/stable-diffusion-v1-4", 512, 77, _ATTENTION),
 }
 
 
@@ -390,12 +397,10 @@ def find_weights(model: str, weights: str | None = None) -> str:
         return str(folder)
     local = folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1
     refuse_if(local, "weights", f"{source} holds no model_index.json of a diffusers pipeline")
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download
 
-    if isinstance(try_to_load_from_cache(source, "model_index.json"), str):
-        return source
     try:
-        HfApi().model_info(source, timeout=10)
+        hf_hub_download(source, "model_index.json", etag_timeout=10)
     except Exception as error:
         why = f"cannot reach {source} ({type(error).__name__}); where there is a network, accept "
         why += f"its licence, run `hf download {source} --local-dir FOLDER` and pass "
@@ -404,137 +409,215 @@ def find_weights(model: str, weights: str | None = None) -> str:
 
 
 class Policy:
-    """A diffusers text-to-image pipeline whose network carries a trainable fp32 LoRA."""
+    """A diffusers text-to-image pipeline whose network carries a trainable fp32 LoRA.
+
+    Noise levels t are 1 at pure noise and 0 at the clean image for every model: sigma of a
+    rectified flow, (k + 1) / 1000 at timestep k of a variance-preserving model.
+    """
 
     def __init__(self, pipe: Any, spec: ModelSpec, device: str, r: int, alpha: int) -> None:
         from peft import LoraConfig
 
         self.pipe, self.spec, self.device = pipe, spec, torch.device(device)
-        self.transformer = pipe.transformer.to(device).requires_grad_(False).eval()
-        self.dtype = self.transformer.dtype  # of the base, not of the LoRA
+        self.part = "unet" if spec.pipeline == _SD else "transformer"
+        self.net = getattr(pipe, self.part).to(device).requires_grad_(False).eval()
+        self.dtype = self.net.dtype  # of the base, not of the LoRA
         self.vae = pipe.vae.to(device, torch.float32).requires_grad_(False).eval()
         self.vae.to(memory_format=torch.channels_last)  # half the time of a decode on a CPU
-        names = [name for name, _ in self.transformer.named_modules()]
+        names = [name for name, _ in self.net.named_modules()]
         for target in spec.lora_targets:
             if not any(name.endswith("." + target) for name in names):
                 raise SystemExit(f"LoRA target {target!r} matches no module of the network")
         lora: Any = dict(target_modules=list(spec.lora_targets), init_lora_weights="gaussian")
-        self.transformer.add_adapter(LoraConfig(r=r, lora_alpha=alpha, **lora))
-        self.params = [p for p in self.transformer.parameters() if p.requires_grad]
+        self.net.add_adapter(LoraConfig(r=r, lora_alpha=alpha, **lora))
+        self.params = [p for p in self.net.parameters() if p.requires_grad]
         for p in self.params:
             p.data = p.data.float()
-        self.network = self.transformer  # torch.compile replaces it
+        self.network = self.net  # torch.compile replaces it
         self.calls = 0  # images sent through the network; guidance sends each twice
-        self._old: list[Tensor] | None = None
+        self.kept: list[Tensor] | None = None  # of remember()
         self._encodings: dict[str, Cond] = {}
-        side = min(spec.resolution // pipe.vae_scale_factor, self.transformer.config.sample_size)
-        self.latent_shape = (self.transformer.config.in_channels, side, side)  # of one image
+        config, packed = self.net.config, spec.pipeline == _FLUX  # FLUX: 2 x 2 latents a token
+        side = spec.resolution // pipe.vae_scale_factor
+        side = side if packed else min(side, config.sample_size)
+        self.pixels = side * pipe.vae_scale_factor  # of a side of the image
+        shape = (
+            ((side // 2) ** 2, config.in_channels) if packed else (config.in_channels, side, side)
+        )
+        self.latent_shape: tuple[int, ...] = shape  # of one image
+        clean, abar = torch.ones(1), getattr(pipe.scheduler, "alphas_cumprod", None)
+        self.abars = None if abar is None else torch.cat([clean, abar]).to(device)  # at 1000 t
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
         """Prompt condition on the device, cached; encoders visit the device only on a miss."""
         missing = [p for p in dict.fromkeys(prompts) if p not in self._encodings]
-        parts = [self.pipe.text_encoder, self.pipe.text_encoder_2, self.pipe.text_encoder_3]
-        encoders = [e for e in parts if e is not None and missing]
+        named = [getattr(self.pipe, f"text_encoder{n}", None) for n in ("", "_2", "_3")]
+        encoders = [e for e in named if e is not None and missing]
         for encoder in encoders:
             encoder.to(self.device).eval()
         for prompt in missing:  # alone: an encoding must not depend on its neighbours
-            tokens, _, pooled, _ = self.pipe.encode_prompt(
-                prompt, None, None, device=self.device, do_classifier_free_guidance=False,
-                max_sequence_length=self.spec.text_tokens,
-            )  # fmt: skip
-            self._encodings[prompt] = {"tokens": tokens.cpu(), "pooled": pooled.cpu()}
+            self._encodings[prompt] = {k: x.cpu() for k, x in self._encode(prompt).items()}
         for encoder in encoders:
             encoder.to("cpu")
         rows = [self._encodings[p] for p in prompts]
         return {k: torch.cat([row[k] for row in rows]).to(self.device) for k in rows[0]}
 
+    def _encode(self, prompt: str) -> Cond:
+        encode, length = self.pipe.encode_prompt, dict(max_sequence_length=self.spec.text_tokens)
+        if self.spec.pipeline == _SD:
+            return {"tokens": encode(prompt, self.device, 1, False)[0]}
+        if self.spec.pipeline == _FLUX:
+            tokens, pooled, _ = encode(prompt, device=self.device, **length)
+        else:
+            off = dict(do_classifier_free_guidance=False)
+            tokens, _, pooled, _ = encode(prompt, None, None, device=self.device, **off, **length)
+        return {"tokens": tokens, "pooled": pooled}
+
+    def noised(self, x0: Tensor, eps: Tensor, t: Coef) -> tuple[Tensor, Tensor]:
+        """x_t = a x0 + b eps and its velocity, with (a, b) of `coefficients`."""
+        a, b = (_expand(coef, x0) for coef in self.coefficients(t))
+        v = eps - x0 if self.abars is None else a * eps - b * x0
+        return a * x0 + b * eps, v
+
+    def coefficients(self, t: Coef) -> tuple[Tensor, Tensor]:
+        """(a, b) of x_t = a x0 + b eps; an error dv of the velocity is b dv in x0, a dv in eps."""
+        t = torch.as_tensor(t, dtype=torch.float32, device=self.device)
+        if self.abars is None:
+            return 1 - t, t
+        abar = self.abars[(1000 * t).round().long()]
+        return abar.sqrt(), (1 - abar).sqrt()
+
     def velocity(self, x_t: Tensor, t: Coef, c: Cond, guidance: float = 1.0) -> Tensor:
-        """Velocity eps - x0, fp32 like x_t; guidance 1 costs one forward, any other value two."""
+        """Velocity, fp32 like x_t: eps - x0 of a flow, sqrt(abar) eps - sqrt(1-abar) x0 of an eps
+        model. Guidance 1 costs one forward, any other value two (FLUX, guidance embedded: one).
+        """
         t = torch.as_tensor(t, dtype=torch.float32, device=x_t.device)
-        return self._guided(x_t, 1000 * t, c, guidance)
+        if self.abars is None:
+            return self._guided(x_t, 1000 * t, c, guidance)
+        k = (1000 * t).round() - 1
+        return eps_to_velocity(x_t, self._guided(x_t, k, c, guidance), self.abars[k.long() + 1])
 
     def _guided(self, x_t: Tensor, timestep: Tensor, c: Cond, guidance: float) -> Tensor:
+        """What the network predicts: a flow's velocity or an eps model's noise."""
         timestep = timestep.to(x_t.device).expand(len(x_t))
-        if guidance != 1:  # unconditional half first, by the empty prompt of the stock pipeline
-            empty = self.encode([""])
-            c = {k: torch.cat([empty[k].expand_as(c[k]), c[k]]) for k in c}
-            x_t, timestep = torch.cat([x_t, x_t]), torch.cat([timestep, timestep])
-        self.calls += len(x_t)
-        c = {k: x.to(self.dtype) for k, x in c.items()}
-        v = self.network(
-            hidden_states=x_t.to(self.dtype), timestep=timestep, encoder_hidden_states=c["tokens"],
-            pooled_projections=c["pooled"], return_dict=False,
-        )[0].float()  # fmt: skip
-        if guidance == 1:
-            return v
-        uncond, cond = v.chunk(2)
+        if guidance == 1 or self.spec.pipeline == _FLUX:
+            return self._forward(x_t, timestep, c, guidance)
+        empty = self.encode([""])  # unconditional half first, as the stock pipeline
+        c = {k: torch.cat([x.expand_as(c[k]), c[k]]) for k, x in empty.items()}
+        uncond, cond = self._forward(x_t.repeat(2, 1, 1, 1), timestep.repeat(2), c, 1.0).chunk(2)
         return uncond + guidance * (cond - uncond)
 
-    def scheduler(self, solver: str = "euler") -> Any:
-        """A fresh scheduler: the pipeline's own Euler flow, or DPM-Solver++ on flow sigmas."""
-        own = self.pipe.scheduler
-        if solver == "euler":
-            return type(own).from_config(own.config)
-        from diffusers import DPMSolverMultistepScheduler as Dpm
+    def _forward(self, x_t: Tensor, timestep: Tensor, c: Cond, guidance: float) -> Tensor:
+        self.calls += len(x_t)
+        tokens = c["tokens"].to(self.dtype)
+        more: Any = {"pooled_projections": c["pooled"].to(self.dtype)} if "pooled" in c else {}
+        if self.spec.pipeline == _FLUX:
+            side = math.isqrt(self.latent_shape[0])
+            ids = self.pipe._prepare_latent_image_ids(1, side, side, self.device, self.dtype)
+            more["guidance"] = torch.full_like(timestep, guidance)
+            more |= dict(img_ids=ids, txt_ids=ids.new_zeros(tokens.shape[1], 3))
+            timestep = timestep / 1000
+        x_t = x_t.to(self.dtype)
+        inputs = (x_t,) if self.part == "unet" else ()
+        more |= {} if inputs else {"hidden_states": x_t}
+        return self.network(
+            *inputs, timestep=timestep, encoder_hidden_states=tokens, return_dict=False, **more
+        )[0].float()  # fmt: skip
 
-        shift = own.config.shift
-        return Dpm(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+    def scheduler(self, solver: str, T: int) -> Any:
+        """A fresh scheduler, T steps set: the pipeline's own Euler flow (DDIM of an eps model), or
+        DPM-Solver++ of second order (dpm2).
+        """
+        import diffusers
 
-    def grid(self, T: int) -> Tensor:
-        """Noise levels (T + 1,), fp32, 1 to 0: the sigmas of the stock pipeline, bit for bit."""
-        scheduler = self.scheduler()
-        scheduler.set_timesteps(T)
-        return scheduler.sigmas.to(self.device)
+        dpm, config, steps = diffusers.DPMSolverMultistepScheduler, self.pipe.scheduler.config, {}
+        if self.spec.pipeline == _FLUX:
+            from diffusers.pipelines.flux.pipeline_flux import calculate_shift as shift_of
+
+            names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+            mu = shift_of(self.latent_shape[0], *(config[name] for name in names))
+            steps = dict(sigmas=[1 - i / T for i in range(T)], mu=mu)
+        if self.abars is not None:
+            kind = diffusers.DDIMScheduler if solver == "euler" else dpm
+            scheduler: Any = kind.from_config(config)
+        elif solver == "euler":
+            scheduler = type(self.pipe.scheduler).from_config(config)
+        else:
+            shift = math.exp(steps.pop("mu")) if steps else config.shift
+            steps = {}
+            flow: Any = dict(prediction_type="flow_prediction", use_flow_sigmas=True)
+            scheduler = dpm(flow_shift=shift, **flow)
+        scheduler.set_timesteps(**(steps or dict(num_inference_steps=T)))
+        return scheduler
+
+    def grid(self, T: int, solver: str = "euler") -> Tensor:
+        """Noise levels (T + 1,), fp32, falling: those of the stock pipeline, bit for bit."""
+        scheduler = self.scheduler(solver, T)
+        if self.abars is None:
+            return scheduler.sigmas.to(self.device)
+        # DDIM ends at abar = 1 or, in Stable Diffusion's own configuration, at that of timestep 0
+        last = -1 if scheduler.config.get("set_alpha_to_one", True) else 0
+        return (torch.tensor([*scheduler.timesteps, last], device=self.device) + 1) / 1000
 
     @torch.no_grad()
     def sample(self, x: Tensor, c: Cond, T: int, guidance: float = 1.0, solver: str = "euler",
                p_mix: float = 1.0) -> Tensor:  # fmt: skip
         """x0 from noise x by a diffusers scheduler; from step p_mix T on by the base (MixGRPO)."""
-        scheduler = self.scheduler(solver)
-        scheduler.set_timesteps(T)
-        scheduler.set_begin_index(0)
+        scheduler = self.scheduler(solver, T)
         for i, timestep in enumerate(scheduler.timesteps):
             with self.reference() if i >= p_mix * T else nullcontext():
-                v = self._guided(x, timestep.float(), c, guidance)
-            x = scheduler.step(v, timestep, x, return_dict=False)[0]
+                pred = self._guided(x, timestep.float(), c, guidance)
+            x = scheduler.step(pred, timestep, x, return_dict=False)[0]
         return x
 
     @torch.no_grad()
     def decode(self, x0: Tensor) -> Tensor:
         """Images (B, 3, H, W), fp32 in [0, 1]."""
-        config = self.vae.config
-        image = self.vae.decode(x0.float() / config.scaling_factor + config.shift_factor).sample
-        return (image / 2 + 0.5).clamp(0, 1)
+        config, x0 = self.vae.config, x0.float()
+        if self.spec.pipeline == _FLUX:
+            x0 = self.pipe._unpack_latents(x0, self.pixels, self.pixels, self.pipe.vae_scale_factor)
+        x0 = x0 / config.scaling_factor + (config.shift_factor or 0)
+        return (self.vae.decode(x0).sample / 2 + 0.5).clamp(0, 1)
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Clean latents x0 of images (B, 3, H, W) in [0, 1]: the mode of the VAE's posterior."""
+        config, out = self.vae.config, self.vae.encode((2 * images - 1).to(self.device))
+        x0 = out.latents if hasattr(out, "latents") else out.latent_dist.mode()
+        x0 = (x0 - (config.shift_factor or 0)) * config.scaling_factor
+        return self.pipe._pack_latents(x0, *x0.shape) if self.spec.pipeline == _FLUX else x0
 
     @contextmanager
     def reference(self) -> Iterator[None]:
         """The frozen base: the adapter is off inside, and what was trainable stays trainable."""
-        self.transformer.disable_adapters()
+        self.net.disable_adapters()
         try:
             yield
         finally:
-            self.transformer.enable_adapters()
+            self.net.enable_adapters()
 
-    def remember(self) -> None:
-        """Keep a frozen copy of the adapter: the behaviour policy that `old()` brings back."""
-        self._old = [p.detach().clone() for p in self.params]
+    @torch.no_grad()
+    def remember(self, decay: float = 0.0) -> None:
+        """Keep the adapter frozen for `old()`: a copy, or decay * kept + (1 - decay) * adapter."""
+        kept = self.kept or self.params
+        self.kept = [p.lerp(q, decay) for p, q in zip(self.params, kept)]
 
     def old(self) -> AbstractContextManager[None]:
         """The remembered policy, for no-grad passes."""
-        if self._old is None:
+        if self.kept is None:
             raise RuntimeError("Policy.old: call remember() first")
-        return swapped(self.params, self._old)
+        return swapped(self.params, self.kept)
 
     def save_lora(self, folder: Path, **settings: Any) -> None:
         """A LoRA that `pipe.load_lora_weights(folder)` reads back exactly, and settings.json."""
         from diffusers.training_utils import _collate_lora_metadata
         from peft.utils import get_peft_model_state_dict
 
-        layers = get_peft_model_state_dict(self.transformer)
-        metadata = _collate_lora_metadata({"transformer": self.transformer})
+        layers = {f"{self.part}_lora_layers": get_peft_model_state_dict(self.net)}
+        metadata = _collate_lora_metadata({self.part: self.net})
         tmp = folder.with_name(folder.name + ".tmp")
-        self.pipe.save_lora_weights(str(tmp), transformer_lora_layers=layers, **metadata)
+        self.pipe.save_lora_weights(str(tmp), **layers, **metadata)
         folder.mkdir(parents=True, exist_ok=True)
         for file in tmp.iterdir():
             file.replace(folder / file.name)
@@ -576,16 +659,23 @@ def load_policy(model: str, weights: str | None = None, device: str = "cpu",
     listed = json.loads(index.read_text()) if index.is_file() else {}
     # diffusers wants what a local folder leaves out (the T5 of tiny) to be passed as None
     absent: Any = {name: None for name, part in listed.items() if part == [None, None]}
-    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(
+    spec = MODELS[model]
+    other = listed.get("_class_name", spec.pipeline)
+    refuse_if(other != spec.pipeline, "weights", f"{source} is a {other}, not a {spec.pipeline}")
+    if spec.pipeline == _SD:
+        absent |= dict(safety_checker=None, requires_safety_checker=False)
+    pipe = getattr(diffusers, spec.pipeline).from_pretrained(
         source, dtype={"vae": torch.float32, "default": dtype}, **absent
     )
+    distilled = spec.pipeline == _FLUX and not pipe.transformer.config.guidance_embeds
+    refuse_if(distilled, "weights", f"{source} is distilled to a few steps: training blurs it")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        policy = Policy(pipe, MODELS[model], device, lora_r, lora_alpha)
+        policy = Policy(pipe, spec, device, lora_r, lora_alpha)
     if gradient_checkpointing:
-        policy.transformer.enable_gradient_checkpointing()
+        policy.net.enable_gradient_checkpointing()
     if compile:
-        policy.network = torch.compile(policy.transformer)
+        policy.network = torch.compile(policy.net)
     return policy
 
 
@@ -614,16 +704,29 @@ def prompt_rows(rows: Sequence[Row], P: int, G: int, seed: int, iteration: int) 
     return [rows[order[i // n][i % n]] for i in picks for _ in range(G)]
 
 
+def trained_levels(grid: Tensor, args: Any) -> Tensor:
+    """The levels within --t-min..--t-max, never the clean end; refused if too few for --M."""
+    levels = grid[:-1][(grid[:-1] >= args.t_min) & (grid[:-1] <= args.t_max)]
+    why = f"{args.M} pairs, but only {len(levels)} noise levels lie in t_min..t_max"
+    refuse_if(len(levels) < args.M, "M", why)
+    return levels
+
+
+def take(batch: dict[str, Tensor], rows: Tensor | slice) -> dict[str, Tensor]:
+    """These rows of every tensor."""
+    return {k: x[rows] for k, x in batch.items()}
+
+
 def micro_batches(c: Cond, indices: range, size: int) -> Iterator[tuple[Cond, range]]:
     """(condition, global sample indices) in slices of at most `size`."""
     for i in range(0, len(indices), size):
-        yield {k: x[i : i + size] for k, x in c.items()}, indices[i : i + size]
+        yield take(c, slice(i, i + size)), indices[i : i + size]
 
 
 def cat_batches(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Concatenate the tensors of micro-batches."""
-    listed = list(parts)
-    return {k: torch.cat([part[k] for part in listed]) for k in listed[0]}
+    first, *others = parts
+    return {k: torch.cat([x, *(part[k] for part in others)]) for k, x in first.items()}
 
 
 def merge_logs(logs: Iterable[dict[str, float]]) -> dict[str, float]:
@@ -706,7 +809,7 @@ def evaluate(policy: Policy, rewards: dict[str, Any], rows: Sequence[Row], args:
         x0 = policy.sample(eps, c, args.eval_T, args.eval_guidance, args.solver, p_mix)
         images = policy.decode(x0).cpu()
         values = score(rewards, images, [rows[i] for i in chunk]).T.tolist()
-        x_t = interpolate(x0, eps, 0.5)  # kl_ref: how far the policy has left the base
+        x_t, _ = policy.noised(x0, eps, 0.5)  # kl_ref: how far the policy has left the base
         v = policy.velocity(x_t, 0.5, c)
         with policy.reference():
             distance = _mean((v - policy.velocity(x_t, 0.5, c)).square()).tolist()
@@ -733,6 +836,8 @@ class Ema:
             decay = min(self.cap, (1 + self.n) / (10 + self.n))
             for value, p in zip(self.values, self.params):
                 value.lerp_(p, 1 - decay)
+        elif self.n < self.every:  # differs: official code exports the untrained base until then
+            copy_into(self.values, self.params)
         self.n += 1
 
     def active(self) -> AbstractContextManager[None]:
@@ -752,6 +857,14 @@ def refuse_if(bad: bool, flag: str, why: str) -> None:
         raise SystemExit(f"--{flag.replace('_', '-')}: {why}")
 
 
+def check_positive(args: Any, *flags: str, zero: tuple[str, ...] = ()) -> None:
+    """Refuse what is not a positive number or None; 0 is allowed for those named in `zero`."""
+    for flag in (*flags, *zero):
+        value = getattr(args, flag)
+        bad = value is not None and not (0 < value < math.inf or (value == 0 and flag in zero))
+        refuse_if(bad, flag, f"{value} is not a positive number{' or 0' if flag in zero else ''}")
+
+
 def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: str) -> Any:
     """Defaults < the preset of --model, or the settings of the run to --resume < flags."""
     import argparse
@@ -762,8 +875,8 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: s
     first.add_argument("--model", default=cls().model)
     first.add_argument("--resume", default=None)
     given = first.parse_known_args()[0]
-    why = f"unknown model {given.model!r}; known: {', '.join(presets)}"
-    refuse_if(given.model not in presets, "model", why)
+    unknown = given.model not in presets
+    refuse_if(unknown, "model", f"unknown model {given.model!r}; known: {', '.join(presets)}")
     saved = _saved_args(Path(given.resume), cls, script) if given.resume else {}
     base = saved or {"model": given.model, **presets[given.model]}
     args = tyro.cli(cls, default=dataclasses.replace(cls(), **base), description=doc)
@@ -795,17 +908,13 @@ def check_args(args: Any) -> None:
     """Refuse impossible settings in one line that names the flag, before any model is loaded."""
     from rewards import check_name, parse_rewards
 
-    for flag in ("P", "micro_batch", "T", "eval_T", "lora_r", "lora_alpha", "eval_prompts",
-                 "eval_every", "save_every"):  # fmt: skip
-        refuse_if(getattr(args, flag) < 1, flag, f"{getattr(args, flag)} is below 1")
+    check_positive(args, "P", "micro_batch", "T", "eval_T", "lora_r", "lora_alpha", "eval_prompts",
+                   "eval_every", "save_every", "lr", "guidance", "eval_guidance", "max_grad_norm",
+                   "adv_clip")  # fmt: skip
     refuse_if(args.iterations < 0, "iterations", f"{args.iterations} is negative")
     refuse_if(args.G < 2, "G", f"a group of {args.G} has no advantage; use 2 or more")
     world = int(os.environ.get("WORLD_SIZE", 1))
     refuse_if(args.P % world > 0, "P", f"{args.P} groups cannot be shared by {world} processes")
-    for flag in ("lr", "guidance", "eval_guidance", "max_grad_norm", "adv_clip"):
-        value = getattr(args, flag)
-        bad = value is not None and not 0 < value < math.inf
-        refuse_if(bad, flag, f"{value} is not a positive number")
     for flag in ("ema", "max_fail", "weight_decay"):
         value = getattr(args, flag)
         refuse_if(not 0 <= value <= 1, flag, f"{value} is outside 0..1")
@@ -815,8 +924,8 @@ def check_args(args: Any) -> None:
     kind, out = args.device.partition(":")[0], Path(args.out)
     usable = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     refuse_if(kind not in usable, "device", f"no {args.device} here; use --device {usable[0]}")
-    no_wandb = args.track and importlib.util.find_spec("wandb") is None
-    refuse_if(no_wandb, "track", "needs wandb: pip install wandb")
+    no_wandb = importlib.util.find_spec("wandb") is None
+    refuse_if(args.track and no_wandb, "track", "needs wandb: pip install wandb")
     # rank 0 makes the folder, perhaps before the others look
     if os.environ.get("RANK", "0") == "0" and out.exists() and not args.resume:
         refuse_if(not args.overwrite, "out", f"{out} exists; add --resume {out} or --overwrite")
@@ -931,6 +1040,7 @@ class Run:
             state = dict(
                 params=[p.detach() for p in self.policy.params], done=self.done, rows=self.rows,
                 ema=self.ema.values, ema_n=self.ema.n, optimizer=self.optimizer.state_dict(),
+                kept=self.policy.kept,
             )  # fmt: skip
             torch.save(state, self.folder / "state.tmp")
             (self.folder / "state.tmp").replace(self.folder / "state.pt")
@@ -941,6 +1051,8 @@ class Run:
         copy_into([*self.policy.params, *self.ema.values], [*state["params"], *state["ema"]])
         self.optimizer.load_state_dict(state["optimizer"])
         self.ema.n, self.done, self.rows = state["ema_n"], state["done"], state["rows"]
+        if state["kept"] is not None:
+            self.policy.kept = [p.to(self.policy.device) for p in state["kept"]]
 
     def _save_lora(self, name: str) -> None:
         keep = ("model", "weights", "guidance", "eval_guidance", "eval_T", "solver", "lora_alpha")

@@ -21,7 +21,6 @@ Departures are marked `# differs:` and listed in the README. Diff it against vgr
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 import common
-from common import Policy, Ranks, Run, refuse_if
+from common import Policy, Ranks, Run, check_positive, refuse_if, take
 from rewards import load_rewards, parse_rewards, read_splits, reward_metrics, score
 
 # ==== 1. Settings =================================================================================
@@ -43,7 +42,7 @@ class Args:
     """Settings; presets per model below override these defaults, flags override both."""
 
     model: str = "tiny"
-    """tiny (shipped, runs on a CPU) or sd35m (Stable Diffusion 3.5 Medium)"""
+    """tiny (shipped, runs on a CPU), sd35m, flux, sd15, sd14: a preset"""
     weights: str | None = None
     """hub id or local folder instead of the model's own"""
     reward: str = "geneval_soft"
@@ -51,7 +50,7 @@ class Args:
     combine: Literal["advantage", "reward"] = "advantage"
     """several rewards: add normalised advantages, or raw rewards"""
     heldout_reward: str | None = "geneval"
-    """reward that is only watched: it chooses best/"""
+    """reward whose mean on the held-out prompts chooses best/"""
     prompts: str = "tiny/prompts"
     """folder with train.jsonl and heldout.jsonl, or one .jsonl / .txt file for both"""
     iterations: int = 100
@@ -150,10 +149,12 @@ class Args:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(  # ours: after the sweep in the README
-        iterations=300,  # a quarter of an hour on two cores
-        eval_every=20,
+        reward="geneval_soft:1,geneval:1",  # the strict reward alone draws too many shapes
+        iterations=400,  # a quarter of an hour on two cores
         T=8,
-        lr=6e-4,  # between the swept 4e-4 and 1e-3
+        lr=5e-4,
+        ema=0.8,  # the last twenty iterations or so
+        eval_every=20,
         window=3,  # the first three steps decide what is drawn where
         window_schedule="frozen",
         same_latent=True,  # then the whole spread of a group is due to the trained steps
@@ -181,6 +182,28 @@ PRESETS: dict[str, dict[str, Any]] = {
         clip=1e-4,
         dtype="bfloat16",  # ours: official fp16 autocast over fp32 weights needs more memory
     ),
+    "flux": dict(  # official: flow_grpo@9745241 config/grpo.py, the PickScore row
+        reward="jpeg_compressibility",  # ours: needs no other model
+        heldout_reward=None,
+        prompts="prompts/animals.txt",  # ours: DDPO's 45 animals
+        P=6,  # ours: 32 GPUs take 48 prompts
+        G=24,
+        micro_batch=2,  # ours
+        T=6,
+        guidance=3.5,  # embedded in the network: one forward
+        lr=3e-4,
+        lora_r=64,
+        lora_alpha=128,
+        ema=0.9,
+        eval_every=30,
+        eval_guidance=3.5,
+        eval_T=28,
+        save_every=30,
+        a=0.9,
+        clip=1e-4,
+        dtype="bfloat16",
+        gradient_checkpointing=True,  # ours
+    ),
 }
 
 
@@ -188,21 +211,13 @@ def check_own(args: Args) -> None:
     """Refuse impossible settings of this algorithm in one line that names the flag."""
     T, lo, hi = args.T, args.window_lo, args.window_hi or args.T - 1
     refuse_if(T < 2, "T", f"{T} leaves no trained step; the last step is never trained")
-    outside = not 0 <= lo < hi <= T - 1
-    refuse_if(outside, "window-lo/--window-hi", f"{lo}..{hi} outside 0..{T - 1}")
+    refuse_if(not 0 <= lo < hi < T, "window-lo/--window-hi", f"{lo}..{hi} outside 0..{T - 1}")
     too_long = not 0 <= args.window <= hi - lo
     refuse_if(too_long, "window", f"{args.window} steps do not fit into {lo}..{hi}")
-    no_noise = not args.a > 0 or (args.sde == "cps" and args.a > 1)
-    refuse_if(no_noise, "a", f"noise level {args.a} is not positive or above 1 for cps")
-    for flag in ("updates", "window_every", "window_stride"):
-        refuse_if(getattr(args, flag) < 1, flag, f"{getattr(args, flag)} is below 1")
-    images = args.P * args.G
-    refuse_if(args.updates > images, "updates", f"{args.updates} is above P * G = {images} images")
-    guidance = args.train_guidance
-    bad = guidance is not None and not 0 < guidance < math.inf
-    refuse_if(bad, "train_guidance", f"{guidance} is not a positive number")
-    bad = not args.clip > 0 or not args.beta >= 0
-    refuse_if(bad, "clip", f"{args.clip} must be positive, --beta {args.beta} not negative")
+    refuse_if(args.sde == "cps" and args.a > 1, "a", f"noise level {args.a} is above 1 for cps")
+    refuse_if(args.updates > args.P * args.G, "updates", f"{args.updates} is above P * G images")
+    own = ("a", "updates", "window_every", "window_stride", "clip", "train_guidance")
+    check_positive(args, *own, zero=("beta",))
     refuse_if(not 0 <= args.p_mix <= 1, "p_mix", f"{args.p_mix} is outside 0..1")
 
 
@@ -222,113 +237,97 @@ def parse_args() -> Args:
 STEPS = {"sde": common.flow_sde_step, "cps": common.flow_cps_step, "dance": common.flow_dance_step}
 
 
-def window_start(
-    iteration: int, schedule: str, window: int, lo: int, hi: int, every: int, stride: int, seed: int
-) -> int:
-    """First stochastic step of this iteration; the window is [start, min(start + window, hi)).
+def window_start(iteration: int, args: Args) -> int:
+    """First stochastic step of this iteration, between window_lo and window_hi.
 
     random: uniform over whole windows (Flow-GRPO-Fast); frozen: lo; progressive (MixGRPO): `stride`
     further every `every` iterations, back to lo at the end.
     # differs: MixGRPO's window is empty for the last start before it rolls back; ours never is.
     """
-    if schedule == "frozen":
+    lo, hi = args.window_lo, args.window_hi or args.T - 1
+    if args.window_schedule == "frozen":
         return lo
-    if schedule == "progressive":
-        return lo + (iteration // every) * stride % (hi - lo)
-    rng = random.Random(common.keyed_seed(seed, "window", iteration))
-    return rng.randint(lo, hi - window)
+    if args.window_schedule == "progressive":
+        return lo + iteration // args.window_every * args.window_stride % (hi - lo)
+    rng = random.Random(common.keyed_seed(args.seed, "window", iteration))
+    return rng.randint(lo, hi - args.window)
 
 
 def trained_steps(iteration: int, args: Args) -> range:
     """Indices of the steps that are stochastic and trained; all but the last without a window."""
-    hi = args.window_hi or args.T - 1
-    if args.window == 0:  # differs: the first release noised the untrained last step as well
-        return range(args.window_lo, hi)
-    start = window_start(
-        iteration, args.window_schedule, args.window, args.window_lo, hi,
-        args.window_every, args.window_stride, args.seed,
-    )  # fmt: skip
-    return range(start, min(start + args.window, hi))
+    hi = args.window_hi or args.T - 1  # differs: the first release noised the last step as well
+    start = window_start(iteration, args) if args.window else args.window_lo
+    return range(start, min(start + (args.window or args.T), hi))
 
 
 @torch.no_grad()
 def rollout(
-    policy: Policy, c: common.Cond, grid: Tensor, steps: range, iteration: int,
-    indices: Sequence[int], args: Args,
+    policy: Policy, c: common.Cond, grid: Tensor, iteration: int, indices: Sequence[int],
+    args: Args,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Sample x0 (B, C, H, W); keep the S stochastic steps: x (B, S+1, C, H, W), logp (B, S)."""
-
-    def noise(purpose: str, step: int = 0, group: bool = False) -> Tensor:
-        keys = [i // args.G for i in indices] if group else indices
-        return common.keyed_noise(
-            policy.latent_shape, args.seed, purpose, iteration, keys, step
-        ).to(policy.device)
-
-    x = noise("group" if args.same_latent else "x_T", group=args.same_latent)
-    kept, logps = [], []
-    for i in range(len(grid) - 1):
-        t, s = grid[i], grid[i + 1]
-        v = policy.velocity(x, t, c, args.guidance)
+    """Sample x0 (B, C, H, W); keep the S stochastic steps: x_t, x_s (B, S, C, H, W), their noise
+    levels t, s and logp (B, S).
+    """
+    keys = [i // args.G for i in indices] if args.same_latent else indices
+    purpose = "group" if args.same_latent else "x_T"
+    x = common.keyed_noise(policy.latent_shape, args.seed, purpose, iteration, keys)
+    x, steps, kept = x.to(policy.device), trained_steps(iteration, args), []
+    for i, (t, s) in enumerate(zip(grid[:-1], grid[1:])):
+        x_t, v = x, policy.velocity(x, t, c, args.guidance)
         if i in steps:
-            kept.append(x)
-            x, logp, _, _ = STEPS[args.sde](x, v, t, s, args.a, noise=noise("step", i))
-            logps.append(logp)
+            noise = common.keyed_noise(x[0].shape, args.seed, "step", iteration, indices, i)
+            x, logp, _, _ = STEPS[args.sde](x, v, t, s, args.a, noise=noise.to(x.device))
+            kept.append((x_t, x, t.expand(len(x)), s.expand(len(x)), logp))
         else:
             x = common.euler_step(x, v, t, s)
-        if i == steps[-1]:
-            kept.append(x)
-    return dict(x0=x, x=torch.stack(kept, 1), logp=torch.stack(logps, 1))
+    stored = zip(("x_t", "x_s", "t", "s", "logp"), zip(*kept))
+    return dict(x0=x) | {name: torch.stack(steps, 1) for name, steps in stored}
 
 
 def loss(
-    policy: Policy, c: common.Cond, x_t: Tensor, x_s: Tensor, logp_old: Tensor, A: Tensor,
-    t: Tensor, s: Tensor, args: Args,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Clipped surrogate of one step plus beta times the KL to the base; mean over the B samples."""
+    policy: Policy, c: common.Cond, batch: dict[str, Tensor], k: int, A: Tensor, args: Args
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped surrogate of step k plus beta times the KL to the base; mean over the B images."""
     guidance = args.guidance if args.train_guidance is None else args.train_guidance
+    x_t, x_s, t, s = (batch[name][:, k] for name in ("x_t", "x_s", "t", "s"))
     v = policy.velocity(x_t, t, c, guidance)
     _, logp, mean, std = STEPS[args.sde](x_t, v, t, s, args.a, x_next=x_s)
-    total, stats = common.clipped_surrogate(logp, logp_old, A, args.clip)
+    total, stats = common.clipped_surrogate(logp, batch["logp"][:, k], A, args.clip)
     if args.beta > 0:
         with torch.no_grad(), policy.reference():
             v_ref = policy.velocity(x_t, t, c, guidance)
         mean_ref = STEPS[args.sde](x_t, v_ref, t, s, args.a, x_next=x_s).mean
-        kl = common.gaussian_kl(mean, mean_ref, std).mean()
+        kl = common.gaussian_kl(mean, mean_ref, std)
         if args.kl == "official" and args.sde == "sde":
             kl = kl * (t - s)  # official: flow_grpo@9745241 divides by the std without sqrt(h)
-        total = total + args.beta * kl
-        stats["kl_ref"] = kl.detach()
+        total = total + args.beta * kl.mean()
+        stats["kl_ref"] = kl.detach().mean()
     return total, stats
 
 
 def update(
     policy: Policy, optimizer: torch.optim.Optimizer, ema: common.Ema, batch: dict[str, Tensor],
-    c: common.Cond, A: Tensor, valid: Tensor, grid: Tensor, steps: range, iteration: int,
-    args: Args, ranks: Ranks,
+    c: common.Cond, A: Tensor, valid: Tensor, iteration: int, args: Args, ranks: Ranks,
 ) -> list[dict[str, float]]:  # fmt: skip
     """`updates` optimizer steps, each on its own share of the images and on all stored steps."""
-    g = torch.Generator().manual_seed(common.keyed_seed(args.seed, "shuffle", iteration))
-    # A sample without advantage has no policy gradient: only the KL would need its forward.
+    logs: list[dict[str, float]] = []
+    # A sample without advantage has no policy gradient: only a KL would need its forward.
     # differs: it keeps its weight in the mean; official code drops it and reweighs the others.
     live = valid if args.beta > 0 else valid & (A != 0)
-    logs: list[dict[str, float]] = []
-    first = ranks.rank * len(A)  # the shares are drawn over all ranks: one process does the same
+    g = torch.Generator().manual_seed(common.keyed_seed(args.seed, "shuffle", iteration))
+    first, steps = ranks.rank * len(A), batch["t"].shape[1]  # shares are drawn over all ranks
     for whole in torch.randperm(ranks.world * len(A), generator=g).chunk(args.updates):
         share = whole[(whole >= first) & (whole < first + len(A))] - first
-        rows = share[live[share]]
-        if sum(ranks.gather(len(rows))) == 0:
+        share = share[live[share]]
+        if sum(ranks.gather(len(share))) == 0:
             continue
         optimizer.zero_grad()
-        for chunk in rows.split(args.micro_batch) if len(rows) else ():
-            part = {k: x[chunk] for k, x in c.items()}
-            for k, i in enumerate(steps):
-                value, stats = loss(
-                    policy, part, batch["x"][chunk, k], batch["x"][chunk, k + 1],
-                    batch["logp"][chunk, k], A[chunk].to(policy.device), grid[i], grid[i + 1], args,
-                )  # fmt: skip
-                weight = ranks.world * len(chunk) / len(whole) / len(steps)
-                (weight * value).backward()
-                logs.append({"images": len(chunk)} | {k: float(x) for k, x in stats.items()})
+        for rows in share.split(args.micro_batch) if len(share) else ():
+            part = take(c, rows), take(batch, rows)
+            for k in range(steps):
+                value, stats = loss(policy, *part, k, A[rows].to(policy.device), args)
+                (ranks.world * len(rows) / len(whole) / steps * value).backward()
+                logs.append({"images": len(rows)} | {k: float(x) for k, x in stats.items()})
         ranks.average_gradients(policy.params)
         norm = torch.nn.utils.clip_grad_norm_(policy.params, args.max_grad_norm)
         optimizer.step()
@@ -346,7 +345,8 @@ def main(args: Args) -> None:
     ranks = Ranks(args.device)
     weights = parse_rewards(args.reward)
     options = common.MODELS[args.model].reward_options
-    watched = load_rewards([*weights, args.heldout_reward], options, ranks.device)
+    names = [*weights, args.heldout_reward]
+    watched = load_rewards(names, options, ranks.device, train + heldout)
     rewards = {name: watched[name] for name in weights}
     policy = common.load_policy(
         args.model, args.weights, ranks.device, getattr(torch, args.dtype), args.lora_r,
@@ -368,9 +368,8 @@ def main(args: Args) -> None:
             rows = rows[mine.start : mine.stop]
             c = policy.encode([row["prompt"] for row in rows])
             policy.calls = 0
-            steps = trained_steps(iteration, args)
             batch = common.cat_batches(
-                rollout(policy, part, grid, steps, iteration, indices, args)
+                rollout(policy, part, grid, iteration, indices, args)
                 for part, indices in common.micro_batches(c, mine, args.micro_batch)
             )
             images = torch.cat(
@@ -387,9 +386,7 @@ def main(args: Args) -> None:
             valid = values.isfinite().all(0)
 
             # ---- update ----
-            logs = update(
-                policy, optimizer, ema, batch, c, A, valid, grid, steps, iteration, args, ranks
-            )
+            logs = update(policy, optimizer, ema, batch, c, A, valid, iteration, args, ranks)
 
             # ---- log, save ----
             diversity = float(batch["x0"].unflatten(0, (-1, args.G)).std(1).mean())

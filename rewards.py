@@ -96,11 +96,11 @@ class Reward:
         for i, meta in enumerate(metas):
             if not finite[i]:
                 errors[i] = "non-finite pixels"
-            elif self._check is not None:
-                try:
-                    self._check(meta)
-                except ValueError as error:
-                    errors[i] = str(error)
+                continue
+            try:
+                self.check(meta)
+            except ValueError as error:
+                errors[i] = str(error)
         return errors
 
     def _score_into(
@@ -135,6 +135,11 @@ class Reward:
                 values[i] = value
             else:
                 errors[i] = f"the score is {value.item()}"
+
+    def check(self, meta: Metadata) -> None:
+        """ValueError unless the metadata of a prompt is what this reward needs."""
+        if self._check is not None:
+            self._check(meta)
 
     def self_test(self) -> None:
         """Score pictures whose answer is known, if any: RuntimeError unless every score is 1."""
@@ -543,6 +548,52 @@ def read_splits(path: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return train, heldout
 
 
+def load_pairs(path: str) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, float], Any]:
+    """Offline preferences: lines of "prompt" and two image files, "winner" and "loser", absolute or
+    beside the file -> (rows, reward 1 or 0, its weight, pair_images), or one line that names
+    the faulty line and field. Every row is used twice in turn: as the winner, then as the loser.
+    """
+    folder, where = Path(path).parent, f"--pairs: {path}"
+    try:
+        rows = read_prompts(path)
+    except ValueError as error:
+        raise SystemExit(f"--pairs: {error}") from None
+    lines = Path(path).read_text("utf-8-sig").split("\n")
+    numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
+    for number, row in zip(numbers, rows):
+        for field in ("winner", "loser"):
+            value = row.get(field)
+            if not isinstance(value, str):
+                raise SystemExit(f"{where}, line {number}: {field}: {value!r} is no file name")
+            row[field] = folder / value
+            if not row[field].is_file():
+                raise SystemExit(f"{where}, line {number}: {field}: no file {row[field]}")
+
+    def preferred(images: Tensor, prompts: Sequence[str], rows: Sequence[Metadata]) -> Tensor:
+        return (torch.arange(len(images)) + 1) % 2.0
+
+    return rows, {"preferred": preferred}, {"preferred": 1.0}, pair_images
+
+
+def pair_images(rows: Sequence[Metadata], side: int) -> Tensor:
+    """Winners and losers in turn (B, 3, side, side), fp32 in [0, 1]: resized, the middle cut out.
+    SystemExit in one line for a file that is no picture.
+    """
+    from torchvision.io import ImageReadMode, decode_image
+    from torchvision.transforms.v2 import functional as F
+
+    images = []
+    for i, row in enumerate(rows):
+        file = row["loser" if i % 2 else "winner"]
+        try:
+            image = decode_image(str(file), ImageReadMode.RGB)
+        except RuntimeError:
+            raise SystemExit(f"--pairs: {file} is no JPEG, PNG, WebP or GIF picture") from None
+        image = F.to_dtype(image, torch.float32, scale=True)  # 16 bits a channel too
+        images.append(F.center_crop(F.resize(image, [side], antialias=True), [side, side]))
+    return torch.stack(images)
+
+
 def check_name(name: str, flag: str) -> None:
     """SystemExit in one line that names the flag, unless there is a reward of this name."""
     if name not in REWARDS:
@@ -566,13 +617,27 @@ def parse_rewards(text: str) -> dict[str, float]:
 
 
 def load_rewards(
-    names: Iterable[str | None], options: dict[str, dict[str, Any]], device: str
+    names: Iterable[str | None],
+    options: dict[str, dict[str, Any]],
+    device: str,
+    rows: Sequence[Metadata] = (),
 ) -> dict[str, Reward]:
-    """Load each named reward once, with its options, and let it test itself."""
+    """Load each named reward once, with its options, and let it test itself. SystemExit in one line
+    if something it needs is missing, metadata in one of the prompt rows included.
+    """
     out = {}
     for name in dict.fromkeys(filter(None, names)):
-        out[name] = make_reward(name, device=device, **options.get(name, {}))
+        try:
+            out[name] = make_reward(name, device=device, **options.get(name, {}))
+        except RewardUnavailable as error:
+            raise SystemExit(f"--reward {name}: {error}") from None
         out[name].self_test()
+        for row in rows:
+            try:
+                out[name].check(row)
+            except ValueError as error:
+                why = f"{row['prompt']!r} is no prompt for the reward {name}: {error}"
+                raise SystemExit(f"--prompts: {why}") from None
     return out
 
 

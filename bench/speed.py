@@ -109,7 +109,7 @@ def recorded(policy: common.Policy) -> Iterator[list[Pass]]:
         passes.append(Pass("decode", len(args[0])))
 
     handles = [
-        policy.transformer.register_forward_pre_hook(forward, with_kwargs=True),
+        policy.net.register_forward_pre_hook(forward, with_kwargs=True),
         policy.vae.decoder.register_forward_pre_hook(decode, with_kwargs=True),
     ]
     try:

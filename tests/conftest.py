@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import common
+
 # the same examples on every machine, and no flaky deadline on a busy one
 settings.register_profile("ci", derandomize=True, max_examples=60, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -56,10 +58,52 @@ def randomise(policy, seed: int = 0, scale: float = 0.1) -> None:
             p.add_(scale * torch.randn(p.shape, generator=g))
 
 
+class Counting(torch.optim.SGD):
+    """Plain gradient descent that keeps count and the gradients it was given."""
+
+    def __init__(self, params, lr=0.0):
+        super().__init__(params, lr=lr)
+        self.gradients = []
+
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        self.gradients.append(torch.cat([g.flatten().clone() for g in grads]))
+        super().step(closure)
+
+
+class OtherRank(common.Ranks):
+    """One of two ranks whose other rank has three samples to learn from, and gradients of 0."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.calls = 0
+
+    def gather(self, x):
+        return [x, 3] if isinstance(x, int) else [x]
+
+    def average_gradients(self, params):
+        self.calls += 1
+        for p in params:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad / 2
+
+
+class Half(common.Ranks):
+    """One of two ranks; the test averages the gradients."""
+
+    def __init__(self, rank):
+        self.world, self.rank, self.device = 2, rank, "cpu"
+
+    def gather(self, x):
+        return [1, 1]
+
+    def average_gradients(self, params):
+        for p in params:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+
 @pytest.fixture
 def make_policy(weights):
     """make_policy(random=True, ...): a Policy of the small pipeline; its LoRA starts at the base."""
-    import common
 
     def make(random: bool = True, lora_r: int = 4, lora_alpha: int = 8, folder=None, **options):
         policy = common.load_policy(
@@ -91,20 +135,19 @@ def red(monkeypatch):
 
 @pytest.fixture
 def quick(weights, tmp_path, red, monkeypatch):
-    """quick(**flags) -> Args of a run of a second: 1 iteration, 1 prompt, 2 images, 3 steps."""
-    import common
+    """quick(script, **flags) -> Args of a run of a second: 1 iteration, 1 prompt, 2 images, 3 steps."""
     import flow_grpo
 
     monkeypatch.setattr(common, "draw_curves", lambda rows, path: Path(path).touch())
     monkeypatch.setattr(common, "draw_samples", lambda records, names, path: Path(path).touch())
 
-    def make(**flags):
+    def make(script=flow_grpo, **flags):
         small = dict(
             weights=weights, reward=red, heldout_reward=None, iterations=1, P=1, G=2, T=3,
             micro_batch=2, lora_r=4, lora_alpha=8, eval_prompts=2, eval_T=2, device="cpu",
             out=str(tmp_path / "run"),
         )  # fmt: skip
-        args = flow_grpo.Args(**{**small, **flags})
+        args = script.Args(**{**small, **flags})
         args.micro_batch = min(args.micro_batch, args.P * args.G)
         return args
 

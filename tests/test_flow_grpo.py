@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import randomise
+from conftest import Counting, Half, OtherRank, randomise
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributions import Normal, kl_divergence
@@ -29,7 +29,7 @@ def stored(policy, args, P=2, iteration=0, micro_batch=64, order=None):
     c = policy.encode([PROMPTS[i // args.G % 2] for i in range(P * args.G)])
     grid, steps = policy.grid(args.T), trained_steps(iteration, args)
     batch = common.cat_batches(
-        flow_grpo.rollout(policy, part, grid, steps, iteration, indices, args)
+        flow_grpo.rollout(policy, part, grid, iteration, indices, args)
         for part, indices in common.micro_batches(c, range(P * args.G), micro_batch)
     )
     return c, grid, steps, batch
@@ -37,16 +37,15 @@ def stored(policy, args, P=2, iteration=0, micro_batch=64, order=None):
 
 def losses(policy, data, A, args, rows=None):
     """Loss and statistics of every trained step on the given rows."""
-    c, grid, steps, batch = data
+    c, _, steps, batch = data
     rows = torch.arange(len(A)) if rows is None else rows
-    part = {k: x[rows] for k, x in c.items()}
-    return [
-        flow_grpo.loss(
-            policy, part, batch["x"][rows, k], batch["x"][rows, k + 1], batch["logp"][rows, k],
-            A[rows], grid[i], grid[i + 1], args,
-        )
-        for k, i in enumerate(steps)
-    ]  # fmt: skip
+    part = common.take(c, rows), common.take(batch, rows)
+    return [flow_grpo.loss(policy, *part, k, A[rows], args) for k in range(len(steps))]
+
+
+def chain(batch):
+    """The states (B, S + 1, ...) that the S stored transitions lead through."""
+    return torch.cat([batch["x_t"], batch["x_s"][:, -1:]], 1)
 
 
 def logps(policy, data, args):
@@ -55,35 +54,21 @@ def logps(policy, data, args):
     out = []
     with torch.no_grad():
         for k, i in enumerate(steps):
-            v = policy.velocity(batch["x"][:, k], grid[i], c, args.guidance)
+            v = policy.velocity(batch["x_t"][:, k], grid[i], c, args.guidance)
             step = flow_grpo.STEPS[args.sde](
-                batch["x"][:, k], v, grid[i], grid[i + 1], args.a, x_next=batch["x"][:, k + 1]
+                batch["x_t"][:, k], v, grid[i], grid[i + 1], args.a, x_next=batch["x_s"][:, k]
             )
             out.append(step.logp)
     return torch.stack(out, 1)
 
 
-class Counting(torch.optim.SGD):
-    """Plain gradient descent that keeps count and the gradients it was given."""
-
-    def __init__(self, params, lr=0.0):
-        super().__init__(params, lr=lr)
-        self.gradients = []
-
-    def step(self, closure=None):
-        grads = [p.grad for group in self.param_groups for p in group["params"]]
-        self.gradients.append(torch.cat([g.flatten().clone() for g in grads]))
-        super().step(closure)
-
-
 def update(policy, data, A, args, optimizer=None, valid=None, ranks=None, iteration=0):
-    c, grid, steps, batch = data
+    c, _, _, batch = data
     valid = torch.ones(len(A), dtype=torch.bool) if valid is None else valid
     optimizer = optimizer or Counting(policy.params)
     ema = common.Ema(policy.params, 0.0)
     logs = flow_grpo.update(
-        policy, optimizer, ema, batch, c, A, valid, grid, steps, iteration, args,
-        ranks or common.Ranks("cpu"),
+        policy, optimizer, ema, batch, c, A, valid, iteration, args, ranks or common.Ranks("cpu")
     )  # fmt: skip
     return optimizer, logs
 
@@ -113,7 +98,7 @@ def test_ratio_is_one_before_any_update(policy, args, sde, guidance):
 def test_ratio_is_one_over_a_bf16_base(make_policy, args):
     policy = make_policy(dtype=torch.bfloat16)
     data = stored(policy, args)
-    assert data[3]["x"].dtype == torch.float32
+    assert {x.dtype for x in data[3].values()} == {torch.float32}
     for _, stats in losses(policy, data, torch.ones(4), args):
         assert stats["log_rho_max"] <= 1e-6
 
@@ -146,9 +131,9 @@ def test_rollout_leaves_no_trace_and_repeats(policy, args):
     exact(torch.get_rng_state(), state)
     exact([p.detach() for p in policy.params], weights)
     assert all(p.grad is None for p in policy.params)
-    assert not first["x"].requires_grad
+    assert not any(x.requires_grad for x in first.values())
     other = stored(policy, args, iteration=1)[3]
-    assert (other["x"] - first["x"]).flatten(2).std(2).min() > 0.1
+    assert (chain(other) - chain(first)).flatten(2).std(2).min() > 0.1
 
 
 def test_rollout_ignores_the_micro_batch(policy, args):
@@ -158,7 +143,7 @@ def test_rollout_ignores_the_micro_batch(policy, args):
 
 def test_the_network_sees_the_same_inputs_in_rollout_and_update(policy, args):
     seen = []
-    policy.transformer.register_forward_pre_hook(
+    policy.net.register_forward_pre_hook(
         lambda module, _, kwargs: seen.append(
             {k: x.clone() for k, x in kwargs.items() if isinstance(x, torch.Tensor)}
         ),
@@ -198,11 +183,11 @@ def test_gradient_is_reinforce_at_rho_one(policy, args):
     c, grid, steps, batch = data
     total = torch.zeros(())
     for k, i in enumerate(steps):
-        v = policy.velocity(batch["x"][:, k], grid[i], c)
+        v = policy.velocity(batch["x_t"][:, k], grid[i], c)
         _, _, mean, std = common.flow_sde_step(
-            batch["x"][:, k], v, grid[i], grid[i + 1], args.a, x_next=batch["x"][:, k + 1]
+            batch["x_t"][:, k], v, grid[i], grid[i + 1], args.a, x_next=batch["x_s"][:, k]
         )
-        logp = Normal(mean, std.expand_as(mean)).log_prob(batch["x"][:, k + 1]).flatten(1).mean(1)
+        logp = Normal(mean, std.expand_as(mean)).log_prob(batch["x_s"][:, k]).flatten(1).mean(1)
         total = total - (A * logp).mean() / len(steps)
     wanted = torch.cat([g.flatten() for g in torch.autograd.grad(total, policy.params)])
     optimizer, _ = update(policy, data, A, args)
@@ -229,7 +214,7 @@ def test_gradient_reaches_the_policy_only(policy, args):
     total = sum(value for value, _ in losses(policy, data, torch.ones(4), args))
     total.backward()
     lora = {id(p) for p in policy.params}
-    for name, p in policy.transformer.named_parameters():
+    for name, p in policy.net.named_parameters():
         assert (p.grad is not None) == (id(p) in lora), name
     for x in data[3].values():
         assert x.grad is None
@@ -259,7 +244,7 @@ def test_kl_is_the_divergence_of_the_two_steps(make_policy, args, sde):
     for k, (i, (value, stats)) in enumerate(zip(steps, losses(policy, data, A, args))):
         normals = []
         for network in (policy, base):
-            x = batch["x"][:, k]
+            x = batch["x_t"][:, k]
             with torch.no_grad():
                 v = network.velocity(x, grid[i], c, 2.0)
             step = flow_grpo.STEPS[sde](x, v, grid[i], grid[i + 1], args.a, x_next=x)
@@ -338,8 +323,8 @@ def test_failed_samples_do_not_reach_the_gradient(policy, args):
     args = dataclasses.replace(args, updates=1, beta=0.1)
     data = stored(policy, args)
     valid = torch.tensor([True, False, True, True])
-    data[3]["x"][1] = math.nan
-    data[3]["logp"][1] = math.nan
+    for name in ("x0", "x_t", "x_s", "logp"):
+        data[3][name][1] = math.nan
     A = torch.tensor([1.0, 0.0, -1.0, 0.5])
     optimizer, logs = update(policy, data, A, args, valid=valid)
     assert optimizer.gradients[0].isfinite().all()
@@ -357,42 +342,12 @@ def test_nothing_to_learn_changes_nothing(policy, args):
     assert not optimizer.state
 
 
-class OtherRank(common.Ranks):
-    """One of two ranks whose other rank has three samples to learn from, and gradients of 0."""
-
-    def __init__(self):
-        super().__init__("cpu")
-        self.calls = 0
-
-    def gather(self, x):
-        return [x, 3] if isinstance(x, int) else [x]
-
-    def average_gradients(self, params):
-        self.calls += 1
-        for p in params:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad / 2
-
-
 def test_a_rank_with_nothing_to_learn_takes_part(policy, args):
     ranks = OtherRank()
     optimizer, logs = update(policy, stored(policy, args), torch.zeros(4), args, ranks=ranks)
     assert ranks.calls == 2
     assert all((g == 0).all() for g in optimizer.gradients)
     assert all(math.isfinite(x) for row in logs for x in row.values())
-
-
-class Half(common.Ranks):
-    """One of two ranks; the test averages the gradients."""
-
-    def __init__(self, rank):
-        self.world, self.rank, self.device = 2, rank, "cpu"
-
-    def gather(self, x):
-        return [1, 1]
-
-    def average_gradients(self, params):
-        for p in params:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3])
@@ -432,19 +387,21 @@ def test_stored_transitions_form_the_chain(policy, args):
     args = dataclasses.replace(args, T=6, window=3, window_lo=1, window_schedule="frozen")
     c, grid, steps, batch = stored(policy, args)
     assert steps == range(1, 4)
-    assert batch["x"].shape == (4, 4, 4, 16, 16)
+    assert batch["x_t"].shape == batch["x_s"].shape == (4, 3, 4, 16, 16)
     assert batch["logp"].shape == (4, 3)
+    exact(batch["t"], grid[1:4].expand(4, 3))
+    exact(batch["s"], grid[2:5].expand(4, 3))
     x = common.keyed_noise(policy.latent_shape, args.seed, "x_T", 0, range(4))
     with torch.no_grad():
         for i in range(6):
             v = policy.velocity(x, grid[i], c)
             if i in steps:
-                exact(batch["x"][:, i - 1], x)
+                exact(batch["x_t"][:, i - 1], x)
                 eps = common.keyed_noise(policy.latent_shape, args.seed, "step", 0, range(4), i)
                 x, logp, _, std = common.flow_sde_step(x, v, grid[i], grid[i + 1], 0.7, noise=eps)
                 assert (std > 0).all()
                 exact(batch["logp"][:, i - 1], logp)
-                exact(batch["x"][:, i], x)
+                exact(batch["x_s"][:, i - 1], x)
             else:
                 x = common.euler_step(x, v, grid[i], grid[i + 1])
     exact(batch["x0"], x)
@@ -457,8 +414,8 @@ def test_outside_the_window_nothing_is_random(policy, args):
     with torch.no_grad():
         for i in range(3):
             x = common.euler_step(x, policy.velocity(x, grid[i], c), grid[i], grid[i + 1])
-        exact(batch["x"][:, 0], x)
-        x = batch["x"][:, -1]
+        exact(batch["x_t"][:, 0], x)
+        x = batch["x_s"][:, -1]
         x = common.euler_step(x, policy.velocity(x, grid[5], c), grid[5], grid[6])
     exact(batch["x0"], x)
 
@@ -479,17 +436,19 @@ def test_a_window_of_all_steps_is_the_plain_rollout(policy, args):
 
 def test_same_latent_shares_the_first_noise_only(policy, args):
     args = dataclasses.replace(args, same_latent=True, G=3)
-    x = stored(policy, args)[3]["x"].unflatten(0, (2, 3))
+    x = chain(stored(policy, args)[3]).unflatten(0, (2, 3))
     exact(x[:, 1:, 0], x[:, :1, 0].expand_as(x[:, 1:, 0]))
     assert (x[0, 0, 0] - x[1, 0, 0]).abs().max() > 0.1
     assert (x[:, 1:, 1] - x[:, :1, 1]).flatten(2).abs().amax(2).min() > 0.1
-    parts = stored(policy, args, micro_batch=2)[3]["x"].unflatten(0, (2, 3))
+    parts = chain(stored(policy, args, micro_batch=2)[3]).unflatten(0, (2, 3))
     assert_close(parts, x, rtol=1e-5, atol=1e-5)
 
 
 def start(iteration, **changes):
-    base = dict(schedule="progressive", window=4, lo=0, hi=24, every=25, stride=1, seed=0)
-    return window_start(iteration, **{**base, **changes})
+    base = dict(schedule="progressive", window=4, lo=0, hi=24, every=25, stride=1)
+    flags = {f"window_{k}": v for k, v in {**base, **changes}.items() if k in base}
+    flags["window"] = flags.pop("window_window")
+    return window_start(iteration, Args(T=25, seed=changes.get("seed", 0), **flags))
 
 
 def test_progressive_window_is_that_of_mixgrpo():

@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,11 @@ def run_stock(pipe, x, T, guidance, output="latent", prompts=PROMPTS):
 
 def snapshot(policy):
     """Everything about the network that a pass must leave as it was."""
-    named = list(policy.transformer.named_parameters())
+    named = list(policy.net.named_parameters())
     return {
         "values": {name: p.detach().clone() for name, p in named},
         "requires_grad": {name: p.requires_grad for name, p in named},
-        "modes": [m.training for m in policy.transformer.modules()],
+        "modes": [m.training for m in policy.net.modules()],
         "rng": torch.get_rng_state(),
     }
 
@@ -68,14 +69,14 @@ def assert_same(before, after):
 def test_load_by_folder(make_policy):
     policy = make_policy()
     assert type(policy.pipe).__name__ == "StableDiffusion3Pipeline"
-    assert type(policy.transformer).__name__ == "SD3Transformer2DModel"
+    assert type(policy.net).__name__ == "SD3Transformer2DModel"
     assert policy.latent_shape == (4, 16, 16)
-    trained = {n for n, p in policy.transformer.named_parameters() if p.requires_grad}
+    trained = {n for n, p in policy.net.named_parameters() if p.requires_grad}
     assert trained
     assert all("lora_" in name for name in trained)
     frozen = [*policy.vae.parameters(), *policy.pipe.text_encoder.parameters()]
     assert not policy.vae.training
-    assert not policy.transformer.training
+    assert not policy.net.training
     c = policy.encode(PROMPTS)
     v = policy.velocity(noise(policy), 0.5, c)
     v.square().mean().backward()
@@ -86,7 +87,7 @@ def test_load_by_folder(make_policy):
 def test_the_base_is_that_of_the_folder(make_policy, stock):
     policy = make_policy(random=False)
     base = stock.transformer.state_dict()
-    own = {k.replace(".base_layer", ""): v for k, v in policy.transformer.state_dict().items()}
+    own = {k.replace(".base_layer", ""): v for k, v in policy.net.state_dict().items()}
     exact({k: own[k] for k in base}, base)
 
 
@@ -103,7 +104,7 @@ def test_lora_depends_on_the_seed_alone(make_policy):
 
 def test_rank_and_alpha(make_policy):
     policy = make_policy(lora_r=3, lora_alpha=12)
-    config = policy.transformer.peft_config["default"]
+    config = policy.net.peft_config["default"]
     assert (config.r, config.lora_alpha) == (3, 12)
     assert {min(p.shape) for p in policy.params} == {3}
 
@@ -134,9 +135,7 @@ def test_every_lora_target_must_match(make_policy, monkeypatch):
 
 
 def test_every_lora_target_is_adapted(policy):
-    adapted = {
-        n.split(".lora_A")[0] for n, _ in policy.transformer.named_modules() if "lora_A" in n
-    }
+    adapted = {n.split(".lora_A")[0] for n, _ in policy.net.named_modules() if "lora_A" in n}
     for target in common.MODELS["tiny"].lora_targets:
         assert any(name.endswith("." + target) for name in adapted), target
 
@@ -205,6 +204,25 @@ def test_grid_of_stable_diffusion_35(make_policy, shifted_weights):
     exact(grid, torch.tensor(TABLES["sd3_sigmas_10"], dtype=torch.float32))
 
 
+@pytest.mark.parametrize("solver", ["euler", "dpm2"])
+@pytest.mark.parametrize("T", [1, 3, 8])
+def test_grid_is_what_the_sampler_visits(make_policy, shifted_weights, solver, T):
+    """Noise levels of a solver, as its network calls see them, and then 0."""
+    policy, seen = make_policy(folder=shifted_weights), []
+    policy.net.register_forward_pre_hook(
+        lambda module, _, kwargs: seen.append(kwargs["timestep"][0].item()), with_kwargs=True
+    )
+    policy.sample(noise(policy, B=1), policy.encode(PROMPTS[:1]), T, solver=solver)
+    grid = policy.grid(T, solver)
+    assert len(grid) == T + 1
+    assert grid[-1] == 0
+    assert (grid.diff() < 0).all()
+    # DPM-Solver++ hands out whole timesteps
+    assert_close(1000 * grid[:-1], torch.tensor(seen), rtol=0, atol=1.0 if solver == "dpm2" else 0)
+    if T == 3:  # another scheduler has another grid: the first level is not 1
+        assert (policy.grid(T, "dpm2") != policy.grid(T, "euler")).any()
+
+
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
 @pytest.mark.parametrize("shift", [1, 3])
 def test_sample_is_the_stock_pipeline(make_policy, stock, shifted_weights, guidance, shift):
@@ -241,6 +259,25 @@ def test_decode_is_the_stock_pipeline(make_policy, stock, guidance):
     assert_close(images, run_stock(stock, x, 4, guidance, "pt"), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kl", [False, True])
+def test_encode_images_inverts_the_stock_scaling(policy, stock, monkeypatch, kl):
+    """Both kinds of autoencoder: latents, or a distribution of which the mode is taken."""
+    images = torch.rand(2, 3, policy.pixels, policy.pixels)
+    raw = stock.vae.encode(stock.image_processor.preprocess(images)).latents.detach()
+    if kl:
+        dist = types.SimpleNamespace(mode=lambda: raw, sample=lambda: 1 / 0)
+        encoded = types.SimpleNamespace(latent_dist=dist)
+        monkeypatch.setattr(policy.vae, "encode", lambda x: encoded)
+    x0 = policy.encode_images(images)
+    assert x0.shape == (2, *policy.latent_shape)
+    assert not x0.requires_grad
+    config = policy.vae.config
+    assert config.shift_factor != 0
+    assert config.scaling_factor != 1
+    # what decode gives to the VAE is what the VAE's encoder gave
+    close(x0 / config.scaling_factor + config.shift_factor, raw)
+
+
 def test_sampling_is_deterministic_and_leaves_its_inputs(policy):
     x, c = noise(policy), policy.encode(PROMPTS)
     copies = x.clone(), {k: v.clone() for k, v in c.items()}
@@ -261,8 +298,9 @@ def test_dpm_converges_to_the_same_picture_faster(make_policy, shifted_weights, 
         for solver in ("euler", "dpm2")
     }
     assert errors["dpm2"] < errors["euler"] < 0.2
-    scheduler = policy.scheduler("dpm2")
-    scheduler.set_timesteps(2)  # its own grid of flow sigmas, shifted: 3 u / (1 + 2 u) at u = 1/2
+    scheduler = policy.scheduler(
+        "dpm2", 2
+    )  # its own grid of flow sigmas, shifted: 3 u / (1 + 2 u) at u = 1/2
     assert scheduler.sigmas[1].item() == pytest.approx(shift / (1 + shift), abs=2e-3)
 
 
@@ -309,7 +347,7 @@ def test_guidance_is_linear_and_counts_its_calls(policy):
 
 def test_guidance_is_one_forward_uncond_first(policy):
     seen = []
-    policy.transformer.register_forward_pre_hook(
+    policy.net.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
     )
     x, c = noise(policy), policy.encode(PROMPTS)
@@ -394,6 +432,25 @@ def test_old_is_what_was_remembered(policy):
     assert (v - v_old).abs().max() > 1e-3
 
 
+def test_remember_moves_by_its_decay(make_policy):
+    """P15: 0 copies, 1 freezes, between them a convex combination, and never an alias."""
+    policy = make_policy(random=False)
+    policy.remember(0.9)  # nothing kept yet: the adapter itself
+    first = [p.detach().clone() for p in policy.params]
+    exact(policy.kept, first)
+    randomise(policy)
+    policy.remember(1.0)
+    close(policy.kept, first)
+    policy.remember(0.3)
+    close(policy.kept, [0.3 * a + 0.7 * p.detach() for a, p in zip(first, policy.params)])
+    policy.remember(0.0)
+    now = [p.detach().clone() for p in policy.params]
+    exact(policy.kept, now)
+    assert not any(p.requires_grad for p in policy.kept)
+    randomise(policy, seed=1)
+    exact(policy.kept, now)
+
+
 def test_swapped_is_exact_and_does_not_alias():
     params = [
         torch.nn.Parameter(torch.randn(3, 2)),
@@ -417,7 +474,7 @@ def test_fp32_lora_over_a_half_precision_base(make_policy, dtype):
     policy = make_policy(dtype=dtype)
     lora = {id(p) for p in policy.params}
     assert {p.dtype for p in policy.params} == {torch.float32}
-    assert {p.dtype for p in policy.transformer.parameters() if id(p) not in lora} == {dtype}
+    assert {p.dtype for p in policy.net.parameters() if id(p) not in lora} == {dtype}
     x, c = noise(policy), policy.encode(PROMPTS)
     v = policy.velocity(x, 0.5, c, 2.0)
     assert v.dtype == torch.float32
@@ -444,7 +501,7 @@ def test_the_optimizer_holds_the_trained_tensors_after_every_pass(policy):
         policy.velocity(x, 0.5, c)
     with policy.old(), ema.active():
         policy.sample(x, c, 2)
-    live = [p for p in policy.transformer.parameters() if p.requires_grad]
+    live = [p for p in policy.net.parameters() if p.requires_grad]
     (group,) = optimizer.param_groups
     assert [*map(id, live)] == [*map(id, policy.params)] == [*map(id, group["params"])]
     assert {p.dtype for p in live} == {torch.float32}
@@ -474,7 +531,7 @@ def test_compile_follows_the_adapters(make_policy, monkeypatch):
     original = torch.compile
     monkeypatch.setattr(torch, "compile", compile)
     policy, plain = make_policy(compile=True), make_policy()
-    assert compiled == [policy.transformer]
+    assert compiled == [policy.net]
     x, c = noise(policy), policy.encode(PROMPTS)
     v, v_plain = (p.velocity(x, 0.5, c) for p in (policy, plain))
     close(v, v_plain)

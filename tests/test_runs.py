@@ -1058,7 +1058,7 @@ def test_no_pass_is_larger_than_the_micro_batch(quick, monkeypatch):
     def load(*inputs):
         policy = original(*inputs)
         policy.vae.decoder.register_forward_pre_hook(lambda m, args: sizes.append(len(args[0])))
-        policy.transformer.register_forward_pre_hook(
+        policy.net.register_forward_pre_hook(
             lambda m, args, kwargs: sizes.append(len(kwargs["hidden_states"])), with_kwargs=True
         )
         return policy
