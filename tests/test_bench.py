@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flow_grpo
-from bench import learn, plot, speed
+from bench import learn, plot, speed, variance
 
 SETTINGS = dict(script="flow_grpo", model="tiny", seed=0, P=2, G=4, out="runs/x", iterations=4)
 
@@ -255,3 +255,23 @@ def test_the_whole_iteration_is_that_of_main(untrained, tmp_path, monkeypatch):
         assert main.pop("seconds") > 0
         assert mine.pop("seconds") > 0
         assert mine == main
+
+
+# ---- variance ----
+
+
+def test_the_techniques_of_vgrpo_steady_its_surrogate():
+    """Measured on 8 iterations of 96 images: 0.31 / 0.26 with all of them, 0.75 / 0.70 or more without."""
+    found = variance.measure(variance.Args(iterations=1, P=2, G=8))
+    assert found.keys() == variance.SETTINGS.keys()
+    for key in ("cv", "cv_group"):
+        naive = [row[key] for name, row in found.items() if name.startswith("naive")]
+        assert 0 < found["V-GRPO"][key] < min(naive)
+
+
+def test_the_variance_is_written_with_its_settings(tmp_path, capsys):
+    out = tmp_path / "variance.json"
+    variance.main(variance.Args(iterations=1, P=1, G=2, M=2, out=str(out)))
+    saved = json.loads(out.read_text())
+    assert (saved["P"], saved["G"], saved["M"], saved["iterations"]) == (1, 2, 2, 1)
+    assert capsys.readouterr().out.count("|\n") == len(variance.SETTINGS) + 2
