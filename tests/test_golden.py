@@ -1,4 +1,4 @@
-"""Part I against numbers produced by the official code of the papers (tests/golden/*.json)."""
+"""Part I and the x0 family against numbers from the papers' official code (tests/golden/*.json)."""
 
 import json
 import math
@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import common
+import dgpo
+import vgrpo
 
 GOLDEN = Path(__file__).parent / "golden"
 TRAJECTORY = json.loads((GOLDEN / "trajectory.json").read_text())
@@ -209,72 +211,128 @@ def kl_forms(v):
         torch.testing.assert_close(official, f32(row["closed_form_of_code"]), rtol=1e-5, atol=0)
 
 
-@checks("dgpo_group_loss")  # the group sums and weights belong to dgpo.py
-def dgpo_errors(v):
-    inputs, outputs = v["inputs"], v["outputs"]
-    target = f64(inputs["target_v"])
-    close(common.denoising_error(f64(inputs["model_v"]), target), outputs["dsm"], 1e-14)
-    close(common.denoising_error(f64(inputs["ref_v"]), target), outputs["ref_dsm"], 1e-14)
+class Network:
+    """A policy that is a function of x_t."""
+
+    def __init__(self, velocity):
+        self.velocity = lambda x_t, t, c, guidance: velocity(x_t)
 
 
-@checks("dgpo_equal_rewards")  # the weight 1/2 belongs to dgpo.py
+def pairs(x0, eps, t):
+    """A batch of one (t, eps) pair per image, as vgrpo's rollout draws it."""
+    return dict(x0=x0, eps=eps[:, None], t=t[:, None])
+
+
+def preference(v):
+    """dgpo's loss, weights and gradient at the model's velocities of a vector; its errors."""
+    inputs = v["inputs"]
+    model, target = f64(inputs["model_v"]).requires_grad_(), f64(inputs["target_v"])
+    err = common.denoising_error(model, target)
+    err_ref = common.denoising_error(f64(inputs["ref_v"]), target)
+    if "advantages" in inputs:
+        A = f64(inputs["advantages"])
+    else:
+        A = common.group_advantages(f64(inputs["rewards"]), 2)
+    beta, G = inputs.get("beta_dpo", inputs.get("beta")), inputs.get("G", 2)
+    loss, w = dgpo.preference_loss(err, err_ref, A, G, beta)
+    (grad,) = torch.autograd.grad(loss, model, retain_graph=True)
+    return loss, w, grad, err.detach(), err_ref, A, beta
+
+
+@checks("dgpo_group_loss")
+def dgpo_groups(v):
+    o = v["outputs"]
+    loss, w, grad, err, err_ref, A, beta = preference(v)
+    close(err, o["dsm"], 1e-14)
+    close(err_ref, o["ref_dsm"], 1e-14)
+    close(loss, o["code_loss"], 1e-14)
+    close(w, o["group_weights"], 1e-14)
+    close(grad, o["grad_model_v"], 1e-14)
+    S = beta / 4 * (A * (err - err_ref)).view(2, 4).sum(1)
+    close(S, o["group_sums"], 1e-12)
+    objective = -torch.nn.functional.logsigmoid(-S).mean()
+    close(objective, o["neg_logsigmoid_objective"], 1e-12)
+
+
+@checks("dgpo_equal_rewards")
 def equal_rewards(v):
     A = common.group_advantages(torch.full((4,), 0.5), v["inputs"]["G"])
     assert A.tolist() == v["inputs"]["advantages"] == [0.0] * 4
+    err = torch.rand(4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    loss, w = dgpo.preference_loss(err, torch.zeros(4), A, 4, v["inputs"]["beta_dpo"])
+    loss.backward()
+    assert loss == v["outputs"]["code_loss"]
+    assert w.tolist() == v["outputs"]["group_weights"]
+    assert err.grad.abs().max() == v["outputs"]["grad_abs_max"]
 
 
-@checks("dgpo_g2_equals_diffusion_dpo")  # the losses belong to dgpo.py
-def two_rewards(v):
-    A = common.group_advantages(f64(v["inputs"]["rewards"]), 2)
-    close(A, v["outputs"]["advantages"], 1e-14)
+@checks("dgpo_g2_equals_diffusion_dpo")
+def two_images(v):
+    o = v["outputs"]
+    loss, w, grad, _, _, A, beta = preference(v)
+    close(A, o["advantages"], 1e-14)
+    assert A[0].item() == pytest.approx(o["a_closed_form"], rel=1e-12)
+    close(loss, o["dgpo_code_loss"], 1e-14)
+    close(grad, o["grad_dgpo_code"], 1e-14)
+    close(beta * grad, o["grad_diffusion_dpo_beta_a"], 1e-12)
+    # -log sigmoid(-S) with w = sigmoid(S), and Diffusion-DPO's loss with a beta
+    close(-torch.log1p(-w).squeeze(), o["dgpo_objective"], 1e-12)
+    close(-torch.log1p(-w).squeeze(), o["diffusion_dpo_loss_beta_a"], 1e-12)
 
 
-@checks("nft_onpolicy_equals_vgrpo")  # the V-GRPO side: all of it is part I
+@checks("nft_onpolicy_equals_vgrpo")
 def vgrpo_gradient(v):
     x0, eps, t = (f64(v["inputs"][k]) for k in ("x0", "eps", "t"))
-    vel = f64(v["inputs"]["old_v"]).requires_grad_()
-    x_hat = common.velocity_to_x0(common.interpolate(x0, eps, t), vel, t)
-    err = common.denoising_error(x_hat, x0, "self")
     A = f64(v["inputs"]["advantages"]).clamp(-5, 5)
-    loss, _ = common.clipped_surrogate(-err, -err, A, 1e-2)
-    loss.backward()
-    close(vel.grad, v["outputs"]["vgrpo_grad"], 1e-14)
-    close(vel.grad, v["outputs"]["nft_beta0.5"], 1e-14)
+    for clip in (None, 1e-2):
+        vel = f64(v["inputs"]["old_v"]).requires_grad_()
+        policy, args = Network(lambda x_t, vel=vel: vel), vgrpo.Args(clip=clip)
+        loss, _ = vgrpo.loss(policy, {}, pairs(x0, eps, t), A, {}, args)
+        loss.backward()
+        close(vel.grad, v["outputs"]["vgrpo_grad"], 1e-14)
+        close(vel.grad, v["outputs"]["nft_beta0.5"], 1e-14)
 
 
-@checks("awm_log_prob")  # the huber and ghuber forms belong to vgrpo.py
+@checks("awm_log_prob")  # huber and a power of 1/2: no setting of vgrpo has them
 def awm(v):
     x0, eps, t = (f64(v["inputs"][k]) for k in ("x0", "eps", "t"))
-    for name, weight in [("Uniform", "none"), ("t", t), ("t**2", t**2)]:
+    for name, space, weight in [
+        ("Uniform", "v", "none"), ("t", "v", "t"), ("t**2", "x", "none"), ("ghuber", "v", "ghuber"),
+    ]:  # fmt: skip
         vel = f64(v["inputs"]["v"]).requires_grad_()
-        logp = -common.denoising_error(vel, eps - x0, weight)
+        policy, args = Network(lambda x_t, vel=vel: vel), vgrpo.Args(space=space, weight=weight)
+        logp = -vgrpo.errors(policy, {}, pairs(x0, eps, t), args, 1.0)[0].sum(0)
         logp.sum().backward()
-        close(logp.detach(), v["outputs"][name]["log_prob"], 1e-14)
-        close(vel.grad, v["outputs"][name]["grad"], 1e-14)
+        close(logp.detach(), v["outputs"][name]["log_prob"], 1e-13)
+        close(vel.grad, v["outputs"][name]["grad"], 1e-13)
+    close(logp.detach(), v["outputs"]["flow_factory_ghuber"], 1e-6)
 
 
-@checks("fpo_ratio")
+@checks("fpo_ratio")  # its clamp of every difference to +-3 is not vgrpo's: applied beforehand
 def fpo(v):
     inputs = v["inputs"]
-    err = f64(inputs["cfm_loss"]).requires_grad_()
-    diff = (f64(inputs["initial_cfm_loss"]) - err).clamp(-3, 3).mean(1)
+    err = f64(inputs["cfm_loss"]).T.requires_grad_()
+    err_old = err.detach() + (f64(inputs["initial_cfm_loss"]).T - err.detach()).clamp(-3, 3)
+    rho = vgrpo.elbo_ratio(err, err_old)
+    close(rho.detach(), v["outputs"]["rho"], 1e-13)
     A = f64(inputs["advantages"])
-    loss, stats = common.clipped_surrogate(diff, torch.zeros(2), A, inputs["clip"])
-    loss.backward()
+    loss, _ = common.clipped_surrogate(rho.log(), torch.zeros(2), A, inputs["clip"])
+    (grad,) = torch.autograd.grad(loss, err)
     close(loss.detach(), v["outputs"]["actor_loss"], 1e-14)
-    close(stats["rho_mean"], sum(v["outputs"]["rho"]) / 2, 1e-14)
-    close(err.grad, v["outputs"]["grad"], 1e-14)
+    close(grad.T, v["outputs"]["grad"], 1e-14)
 
 
 @checks("shared_noise_cancellation")
 def shared_noise(v):
-    inputs, t = v["inputs"], v["inputs"]["t"]
+    inputs = v["inputs"]
     x0 = f64(inputs["x0"])[:1].repeat(4, 1, 1)
+    t = torch.full((4,), inputs["t"], dtype=torch.float64)
     W = f64(0.3).requires_grad_()
+    args = vgrpo.Args(space="v", weight="none")
 
     def gradient(eps):
-        err = common.denoising_error(W * common.interpolate(x0, eps, t), eps - x0)
-        loss, _ = common.clipped_surrogate(-err, -err, f64(inputs["A"]), 0.1)
+        policy = Network(lambda x_t: W * x_t)
+        loss, _ = vgrpo.loss(policy, {}, pairs(x0, eps, t), f64(inputs["A"]), {}, args)
         return torch.autograd.grad(loss, W)[0].abs().item()
 
     eps = torch.randn(x0.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
