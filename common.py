@@ -836,13 +836,13 @@ class Ema:
             decay = min(self.cap, (1 + self.n) / (10 + self.n))
             for value, p in zip(self.values, self.params):
                 value.lerp_(p, 1 - decay)
-        elif self.n < self.every:  # differs: official code exports the untrained base until then
-            copy_into(self.values, self.params)
         self.n += 1
 
     def active(self) -> AbstractContextManager[None]:
-        """The averaged weights in place of the live ones; cap 0 means the live ones themselves."""
-        return swapped(self.params, self.values) if self.cap > 0 else nullcontext()
+        """The averaged weights in place of the live ones; with cap 0 the live ones themselves."""
+        # differs: official code shows the untrained base until the first average
+        averaged = self.cap > 0 and self.n >= self.every
+        return swapped(self.params, self.values) if averaged else nullcontext()
 
 
 # ---- settings ----

@@ -589,6 +589,7 @@ def pair_images(rows: Sequence[Metadata], side: int) -> Tensor:
             image = decode_image(str(file), ImageReadMode.RGB)
         except RuntimeError:
             raise SystemExit(f"--pairs: {file} is no JPEG, PNG, WebP or GIF picture") from None
+        image = image[0] if image.dim() == 4 else image  # the first frame of an animation
         image = F.to_dtype(image, torch.float32, scale=True)  # 16 bits a channel too
         images.append(F.center_crop(F.resize(image, [side], antialias=True), [side, side]))
     return torch.stack(images)

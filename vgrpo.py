@@ -347,7 +347,7 @@ def loss(
             if name == "old":  # Eq. 16 compares x0: dx0 = b dv
                 kl = kl * policy.coefficients(batch["t"].T)[1].square()
             total = total + weight * kl.mean()
-            stats[f"kl_{name}"] = kl.detach().mean()
+            stats["kl_x0" if name == "old" else f"kl_{name}"] = kl.detach().mean()
     return total, stats
 
 

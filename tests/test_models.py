@@ -496,6 +496,7 @@ def test_the_optimizer_holds_the_trained_tensors_after_every_pass(policy):
     x, c = noise(policy), policy.encode(PROMPTS)
     policy.remember()
     ema = common.Ema(policy.params, 0.9)
+    ema.n = ema.every  # there is an average to bring in
     policy.sample(x, c, 2, 2.0, p_mix=0.5)
     with torch.no_grad(), policy.reference():
         policy.velocity(x, 0.5, c)

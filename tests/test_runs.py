@@ -242,6 +242,9 @@ def test_ema_does_not_alias_and_swaps_exactly():
     with torch.no_grad():
         p.add_(1)
     exact(ema.values[0], torch.tensor([1.0, 3.0]))
+    with ema.active():  # nothing has been averaged yet
+        exact(p.detach(), torch.tensor([2.0, 4.0]))
+    ema.n = ema.every
     with ema.active():
         exact(p.detach(), torch.tensor([1.0, 3.0]))
     exact(p.detach(), torch.tensor([2.0, 4.0]))

@@ -338,9 +338,9 @@ def test_the_first_of_two_steps_has_ratio_one_and_the_second_has_not(policy, arg
     _, logs = update(policy, data, A4, args, Counting(policy.params, lr=1.0))
     assert policy.calls == 4 * args.M * 3
     first, second = (row for row in logs if "log_rho_max" in row)
-    assert first["log_rho_max"] == first["kl_old"] == 0
+    assert first["log_rho_max"] == first["kl_x0"] == 0
     assert second["log_rho_max"] > 1e-5
-    assert second["kl_old"] > 0
+    assert second["kl_x0"] > 0
 
 
 def test_gradient_on_policy_is_that_of_the_weighted_error(policy, args):
@@ -448,7 +448,9 @@ def test_kl(policy, make_policy, args, name, space):
     wanted = torch.stack(kls).mean()
     value, stats = vgrpo.loss(policy, *data, torch.zeros(4), fixed, args)
     assert wanted > 1e-6
-    assert_close(stats[f"kl_{name}"], wanted.detach(), rtol=1e-4, atol=1e-9)
+    assert_close(
+        stats["kl_x0" if name == "old" else f"kl_{name}"], wanted.detach(), rtol=1e-4, atol=1e-9
+    )
     assert_close(value.detach(), 0.7 * wanted.detach(), rtol=1e-4, atol=1e-9)
     assert_close(gradient(policy, value), 0.7 * gradient(policy, wanted), rtol=1e-3, atol=1e-6)
 
@@ -458,7 +460,7 @@ def test_every_kl_is_zero_before_the_first_step(make_policy, args):
     args = dataclasses.replace(args, K=2, beta=1.0, kl_ema=1.0, kl_old=1.0)
     _, logs = update(policy, stored(policy, args), A4, args)
     first = next(row for row in logs if "kl_ref" in row)
-    assert first["kl_ref"] == first["kl_ema"] == first["kl_old"] == 0
+    assert first["kl_ref"] == first["kl_ema"] == first["kl_x0"] == 0
 
 
 @pytest.mark.parametrize(("flag", "stat"), [("beta", "kl_ref"), ("kl_ema", "kl_ema")])
