@@ -482,24 +482,31 @@ class Policy:
 
     def coefficients(self, t: Coef) -> tuple[Tensor, Tensor]:
         """(a, b) of x_t = a x0 + b eps; an error dv of the velocity is b dv in x0, a dv in eps."""
-        t = torch.as_tensor(t, dtype=torch.float32, device=self.device)
+        t = torch.as_tensor(t, device=self.device)
         if self.abars is None:
             return 1 - t, t
-        abar = self.abars[(1000 * t).round().long()]
-        return abar.sqrt(), (1 - abar).sqrt()
+        return self.abar(t).sqrt(), (1 - self.abar(t)).sqrt()
 
     def velocity(self, x_t: Tensor, t: Coef, c: Cond, guidance: float = 1.0) -> Tensor:
         """Velocity, fp32 like x_t: eps - x0 of a flow, sqrt(abar) eps - sqrt(1-abar) x0 of an eps
         model. Guidance 1 costs one forward, any other value two (FLUX, guidance embedded: one).
         """
+        pred = self.predict(x_t, t, c, guidance)
+        return pred if self.abars is None else eps_to_velocity(x_t, pred, self.abar(t))
+
+    def predict(self, x_t: Tensor, t: Coef, c: Cond, guidance: float = 1.0) -> Tensor:
+        """What the network itself predicts: a flow's velocity or an eps model's noise."""
         t = torch.as_tensor(t, dtype=torch.float32, device=x_t.device)
-        if self.abars is None:
-            return self._guided(x_t, 1000 * t, c, guidance)
-        k = (1000 * t).round() - 1
-        return eps_to_velocity(x_t, self._guided(x_t, k, c, guidance), self.abars[k.long() + 1])
+        timestep = 1000 * t if self.abars is None else (1000 * t).round() - 1
+        return self._guided(x_t, timestep, c, guidance)
+
+    def abar(self, t: Coef) -> Tensor:
+        """abar of an eps model at noise level t."""
+        assert self.abars is not None
+        t = torch.as_tensor(t, dtype=torch.float32, device=self.device)
+        return self.abars[(1000 * t).round().long()]
 
     def _guided(self, x_t: Tensor, timestep: Tensor, c: Cond, guidance: float) -> Tensor:
-        """What the network predicts: a flow's velocity or an eps model's noise."""
         timestep = timestep.to(x_t.device).expand(len(x_t))
         if guidance == 1 or self.spec.pipeline == _FLUX:
             return self._forward(x_t, timestep, c, guidance)
@@ -704,11 +711,11 @@ def prompt_rows(rows: Sequence[Row], P: int, G: int, seed: int, iteration: int) 
     return [rows[order[i // n][i % n]] for i in picks for _ in range(G)]
 
 
-def trained_levels(grid: Tensor, args: Any) -> Tensor:
-    """The levels within --t-min..--t-max, never the clean end; refused if too few for --M."""
-    levels = grid[:-1][(grid[:-1] >= args.t_min) & (grid[:-1] <= args.t_max)]
-    why = f"{args.M} pairs, but only {len(levels)} noise levels lie in t_min..t_max"
-    refuse_if(len(levels) < args.M, "M", why)
+def trained_levels(grid: Tensor, t_min: float, t_max: float, M: int) -> Tensor:
+    """The levels within t_min..t_max, never the clean end; refused if too few for M pairs."""
+    levels = grid[:-1][(grid[:-1] >= t_min) & (grid[:-1] <= t_max)]
+    why = f"{M} pairs, but only {len(levels)} noise levels lie in t_min..t_max"
+    refuse_if(len(levels) < M, "M", why)
     return levels
 
 
@@ -776,17 +783,24 @@ class Ranks:
 
 def combine_rewards(values: Tensor, weights: Sequence[float], G: int,
                     mode: Literal["advantage", "reward"], std: Std = "group",
-                    clip: float | None = None) -> Tensor:  # fmt: skip
+                    clip: float | None = None, histories: Sequence[RewardHistory] = (),
+                    ids: Sequence[int] = ()) -> Tensor:  # fmt: skip
     """Advantages (B,) of rewards (N, B), 0 for a sample that failed in any. "advantage": normalise
     each, then weight and add (scaling a reward changes nothing); "reward": weighted sum first.
+    With `histories` (one a reward) against those of the prompts `ids` instead of the group.
     """
+
+    def normalise(r: Tensor, n: int) -> Tensor:
+        return histories[n].advantages(ids, r) if histories else group_advantages(r, G, std=std)
+
     w = torch.as_tensor(weights, dtype=torch.float64)[:, None]
     values = values.masked_fill(~values.isfinite().all(0), math.nan).double()
     if mode == "reward":
-        A = group_advantages((w * values).sum(0), G, std=std)
+        A = normalise((w * values).sum(0), 0)
     else:
-        each = torch.stack([group_advantages(v, G, std=std) for v in values])
-        A = (w * each).sum(0) / w.abs().sum()
+        A = (w * torch.stack([normalise(r, n) for n, r in enumerate(values)])).sum(
+            0
+        ) / w.abs().sum()
     return (A if clip is None else A.clamp(-clip, clip)).float()
 
 
@@ -946,6 +960,7 @@ class Run:
     def __init__(self, args: Any, script: str, ranks: Ranks, policy: Policy, optimizer: Any,
                  ema: Ema) -> None:  # fmt: skip
         self.args, self.ranks, self.policy = args, ranks, policy
+        self.histories: Sequence[RewardHistory] = ()
         self.optimizer, self.ema = optimizer, ema
         self.folder, self.writes, self.stop = Path(args.out), ranks.rank == 0, False
         self.done, self.rows, self.wandb = 0, list[dict[str, float]](), None
@@ -966,6 +981,12 @@ class Run:
             import wandb
 
             self.wandb = wandb.init(project="diffusion-rl", config=vars(args))
+
+    def keep(self, histories: Sequence[RewardHistory]) -> None:
+        """Save these with the state of the run; those of a resumed run are filled."""
+        self.histories = histories
+        for history, saved in zip(histories, self.saved_histories if self.args.resume else ()):
+            history.load_state_dict(saved)
 
     def __enter__(self) -> Run:
         self.before = {n: signal.signal(n, self._stop) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -1040,7 +1061,7 @@ class Run:
             state = dict(
                 params=[p.detach() for p in self.policy.params], done=self.done, rows=self.rows,
                 ema=self.ema.values, ema_n=self.ema.n, optimizer=self.optimizer.state_dict(),
-                kept=self.policy.kept,
+                kept=self.policy.kept, histories=[h.state_dict() for h in self.histories],
             )  # fmt: skip
             torch.save(state, self.folder / "state.tmp")
             (self.folder / "state.tmp").replace(self.folder / "state.pt")
@@ -1051,6 +1072,7 @@ class Run:
         copy_into([*self.policy.params, *self.ema.values], [*state["params"], *state["ema"]])
         self.optimizer.load_state_dict(state["optimizer"])
         self.ema.n, self.done, self.rows = state["ema_n"], state["done"], state["rows"]
+        self.saved_histories = state["histories"]
         if state["kept"] is not None:
             self.policy.kept = [p.to(self.policy.device) for p in state["kept"]]
 

@@ -423,7 +423,7 @@ def main(args: Args) -> None:
     )  # fmt: skip
     optimizer = torch.optim.AdamW(policy.params, lr=args.lr, weight_decay=args.weight_decay)
     ema = common.Ema(policy.params, args.ema)
-    grid = common.trained_levels(policy.grid(args.T, args.solver), args)
+    grid = common.trained_levels(policy.grid(args.T, args.solver), args.t_min, args.t_max, args.M)
     policy.remember()
     run = Run(args, SCRIPT, ranks, policy, optimizer, ema)
     with run:

@@ -2,6 +2,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports diffusers
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -151,4 +152,102 @@ def quick(weights, tmp_path, red, monkeypatch):
         args.micro_batch = min(args.micro_batch, args.P * args.G)
         return args
 
+    return make
+
+
+# ---- small pipelines of the other families ----
+
+
+def small_parts(folder, width):
+    """Tokenizer, CLIP text encoder and autoencoder (f = 2, 4 channels), random weights."""
+    from diffusers import AutoencoderKL
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    from tiny import pretrain
+
+    tokenizer = pretrain.make_tokenizer(folder / "tokenizer")
+    text = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width,
+            num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=77,
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        )
+    )  # fmt: skip
+    vae = AutoencoderKL(
+        block_out_channels=(16, 16), down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=8, latent_channels=4,
+        scaling_factor=0.6,
+    )  # fmt: skip
+    return tokenizer, text, vae
+
+
+@pytest.fixture(scope="session")
+def sd15_folder(tmp_path_factory):
+    """StableDiffusionPipeline with the scheduler settings of Stable Diffusion 1.5 (PNDM)."""
+    from diffusers import PNDMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+
+    root = tmp_path_factory.mktemp("sd15")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        tokenizer, text, vae = small_parts(root, 32)
+        unet = UNet2DConditionModel(
+            sample_size=8, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), attention_head_dim=8,
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=32,
+        )  # fmt: skip
+    scheduler = PNDMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", skip_prk_steps=True,
+        steps_offset=1,
+    )  # fmt: skip
+    pipe = StableDiffusionPipeline(
+        vae, text, tokenizer, unet, scheduler, None, None, requires_safety_checker=False
+    )
+    pipe.save_pretrained(root / "pipe")
+    path = root / "pipe/scheduler/scheduler_config.json"  # a key of DDIM that the hub's file holds
+    path.write_text(json.dumps({**json.loads(path.read_text()), "clip_sample": False}))
+    return root / "pipe"
+
+
+@pytest.fixture(scope="session")
+def flux_folder(tmp_path_factory):
+    """FluxPipeline with the scheduler settings of FLUX.1-dev and its guidance embedding."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+    from transformers import T5Config, T5EncoderModel
+
+    root = tmp_path_factory.mktemp("flux")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        tokenizer, text, vae = small_parts(root, 32)
+        vae.register_to_config(shift_factor=0.1)
+        t5 = T5EncoderModel(
+            T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)
+        )  # fmt: skip
+        transformer = FluxTransformer2DModel(
+            in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
+            num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
+            axes_dims_rope=(4, 4, 8), guidance_embeds=True,
+        )  # fmt: skip
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15
+    )
+    pipe = FluxPipeline(scheduler, vae, text, tokenizer, t5, tokenizer, transformer)
+    pipe.save_pretrained(root / "pipe")
+    return root / "pipe"
+
+
+@pytest.fixture
+def load(sd15_folder, flux_folder, monkeypatch):
+    """load(family, random=True, ...) -> Policy; FLUX at 16 pixels, 16 tokens."""
+    small = dataclasses.replace(common.MODELS["flux"], resolution=16, text_tokens=8)
+    monkeypatch.setitem(common.MODELS, "flux", small)
+    folders = {"sd15": str(sd15_folder), "flux": str(flux_folder)}
+
+    def make(family, random=True, **options):
+        options = dict(lora_r=4, lora_alpha=8) | options
+        policy = common.load_policy(family, folders[family], **options)
+        if random:
+            randomise(policy)
+        return policy
+
+    make.folders = folders
     return make

@@ -212,7 +212,10 @@ def kl_forms(v):
 
 
 class Network:
-    """A policy that is a function of x_t."""
+    """A flow policy that is a function of x_t."""
+
+    abars, device = None, torch.device("cpu")
+    noised, coefficients = common.Policy.noised, common.Policy.coefficients
 
     def __init__(self, velocity):
         self.velocity = lambda x_t, t, c, guidance: velocity(x_t)
