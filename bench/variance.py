@@ -5,7 +5,7 @@
 For every setting the same images are rolled out from the base and scored by vgrpo.errors. Printed
 are two coefficients of variation (std / mean) of the surrogate, the error averaged over its pairs:
 over all images of an iteration, and over the images of one group (mean of the groups). The paper
-(arXiv 2604.23380) gives 0.230 -> 0.128 and 0.170 -> 0.038 for its naive baseline and the full method.
+(arXiv 2604.23380) gives 0.230 -> 0.128 and 0.170 -> 0.038, naive baseline and full method.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def measure(args: Args) -> dict[str, dict[str, float]]:
             within = groups.std(1) / groups.mean(1)
             found[name].append((float(groups.std() / groups.mean()), float(within.mean())))
     return {
-        name: {"cv": round(mean(a for a, _ in pairs), 4), "cv_group": round(mean(b for _, b in pairs), 4)}
+        name: dict(zip(("cv", "cv_group"), (round(mean(x), 4) for x in zip(*pairs))))
         for name, pairs in found.items()
-    }  # fmt: skip
+    }
 
 
 def main(args: Args) -> None:
