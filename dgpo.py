@@ -18,6 +18,7 @@ The released code, and this file, train mean sigmoid(S) A err with a fixed sigmo
     python dgpo.py --pairs FILE --G 2 --beta-dpo 5000      # Diffusion-DPO on a file of pairs
     python dgpo.py --model sd35m --weights FOLDER          # on a GPU
 
+Eps models (sd15) are compared in v-form, without the noisiest levels: no paper validates that.
 Departures are marked `# differs:` and listed in the README. Diff it against vgrpo.py.
 """
 

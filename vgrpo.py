@@ -17,8 +17,9 @@ clipped surrogate:
     python vgrpo.py --share none --space v --weight ghuber --kl-ema 1 --beta 1e-3     # AWM
     python vgrpo.py --model sd35m --weights FOLDER         # on a GPU
 
-FPO itself adds --space eps. Departures are marked `# differs:` and listed in the README. Diff it
-against dgpo.py, or flow_grpo.py.
+FPO itself adds --space eps. Open in the paper, chosen here: the KL is a mean over elements, each of
+K steps sees all images. Eps models (sd15) are compared in v-form, without the noisiest levels: no
+paper validates that. Departures are marked `# differs:`, see the README. Diff it against dgpo.py.
 """
 
 from __future__ import annotations
