@@ -21,8 +21,11 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import common
+import ddpo
+import dgpo
 import flow_grpo
 import rewards
+import vgrpo
 
 ROOT = Path(__file__).parent.parent
 exact = functools.partial(assert_close, rtol=0, atol=0)
@@ -339,6 +342,8 @@ def command(weights, out, **flags):
     out = []
     for key, value in {**small, **flags}.items():
         name = "--" + key.replace("_", "-")
+        if value is None:  # a setting that another script does not have
+            continue
         if value is True or value is False:
             out.append(name if value else name.replace("--", "--no-", 1))
         else:
@@ -346,11 +351,11 @@ def command(weights, out, **flags):
     return out
 
 
-def launch(monkeypatch, argv):
+def launch(monkeypatch, argv, script=flow_grpo):
     """The script's command line, in this process."""
-    monkeypatch.setattr(sys, "argv", ["flow_grpo.py", *argv])
-    args = flow_grpo.parse_args()
-    flow_grpo.main(args)
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *argv])
+    args = script.parse_args()
+    script.main(args)
     return args
 
 
@@ -700,19 +705,30 @@ def test_a_decline_is_warned_of(quick, monkeypatch, capsys):
 # ---- several processes ----
 
 
-def test_two_processes_are_one(weights, tmp_path, monkeypatch, no_figures):
+TWO = {
+    ddpo: dict(window=None, updates=2, min_count=2),
+    flow_grpo: dict(updates=2),
+    vgrpo: dict(window=None, updates=None, M=2, t_min=0.0, K=2, clip=0.01, kl_old=0.3, kl_ema=1.0),
+    dgpo: dict(window=None, updates=None, M=2, t_min=0.0, clip=0.01, beta=0.1),
+}
+
+
+@pytest.mark.parametrize("script", TWO, ids=lambda script: script.__name__)
+def test_two_processes_are_one(script, weights, tmp_path, monkeypatch, no_figures):
     import socket
 
     # One image a forward, as a batch of another size rounds differently; and small steps, or the
     # rounding of the first iteration would flip pixels, hence whole bytes of JPEG, in the second.
-    flags = dict(iterations=2, updates=2, eval_every=1, ema=0, P=2, G=3, micro_batch=1, lr=1e-6)
-    launch(monkeypatch, command(weights, tmp_path / "one", **flags))
+    flags = dict(iterations=2, eval_every=1, ema=0, P=2, G=3, micro_batch=1, lr=1e-6)
+    flags |= TWO[script]
+    launch(monkeypatch, command(weights, tmp_path / "one", **flags), script)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-         f"--master-port={port}", "flow_grpo.py", *command(weights, tmp_path / "two", **flags)],
+         f"--master-port={port}", f"{script.__name__}.py",
+         *command(weights, tmp_path / "two", **flags)],
         cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
