@@ -18,7 +18,8 @@ settings.register_profile("ci", derandomize=True, max_examples=60, deadline=None
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 torch.set_num_threads(1)
 
-SMALL = dict(WIDTH=32, HEADS=2, LAYERS=2, TEXT_WIDTH=32)  # of the networks in tiny/pretrain.py
+# of the networks in tiny/pretrain.py
+SMALL = dict(WIDTH=32, HEADS=2, LAYERS=2, TEXT_WIDTH=32, UNET_WIDTHS=(16, 32, 32))
 
 
 @pytest.fixture(scope="session")

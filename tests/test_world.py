@@ -303,16 +303,17 @@ def make_args(**changes):
     )
 
 
-def test_a_resumed_pretraining_is_bit_for_bit(small, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("kind", "name"), [("sd3", "flow.pt"), ("sd", "eps.pt")])
+def test_a_resumed_pretraining_is_bit_for_bit(small, tmp_path, monkeypatch, kind, name):
     g = torch.Generator().manual_seed(0)
     z = torch.randn(12, 4, 16, 16, generator=g)
     captions = ["a circle", "two squares", "a red circle"] * 4
-    args = make_args()
+    args = make_args(kind=kind)
 
     def train(work):
         work.mkdir(exist_ok=True)
-        pretrain.train_flow(args, z, captions, work)
-        return torch.load(work / "flow.pt", weights_only=True)
+        pretrain.train_model(args, z, captions, work)
+        return torch.load(work / name, weights_only=True)
 
     whole = train(tmp_path / "whole")
     original = pretrain.save_atomic
@@ -325,7 +326,7 @@ def test_a_resumed_pretraining_is_bit_for_bit(small, tmp_path, monkeypatch):
         patch.setattr(pretrain, "save_atomic", save_and_die)
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path / "two")
-    assert torch.load(tmp_path / "two" / "flow.pt", weights_only=True)["step"] == 2
+    assert torch.load(tmp_path / "two" / name, weights_only=True)["step"] == 2
     torch.manual_seed(99)  # nothing may hang on the global generator
     resumed = train(tmp_path / "two")
     exact(resumed, whole)
@@ -369,6 +370,36 @@ def test_the_whole_recipe_exports_a_stock_pipeline(small, tmp_path, make_policy)
     assert_close(scaled, latents, rtol=1e-2, atol=2e-2)
     assert abs(latents.mean()) < 0.05
     assert abs(latents.std() - 1) < 0.05
+
+
+def test_the_sd_recipe_exports_a_stock_pipeline(small, tmp_path):
+    """Its noise is that of the trained UNet, and its schedule Stable Diffusion's own."""
+    import diffusers
+
+    import common
+
+    args = make_args(kind="sd", out=str(tmp_path / "sd"), work=str(tmp_path / "work"))
+    pretrain.main(args)
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(args.out)
+    assert isinstance(pipe.scheduler, diffusers.DDIMScheduler)
+    abar = pipe.scheduler.alphas_cumprod
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+    assert_close(abar, (1 - betas).cumprod(0))
+    assert abar[-1].item() == pytest.approx(0.00466, abs=1e-5)
+
+    policy = common.load_policy("sd15", args.out, lora_r=2)
+    models = pretrain.make_sd_models(len(pipe.tokenizer))
+    models.load_state_dict(torch.load(tmp_path / "work" / "eps.pt", weights_only=True)["ema"])
+    captions = ["a circle", "draw a red circle and a blue square"]
+    ids = pipe.tokenizer(captions, padding="max_length", return_tensors="pt").input_ids
+    x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        tokens = models["text_encoder"](ids)[0]
+        c = policy.encode(captions)
+        assert_close(c["tokens"], tokens, rtol=1e-5, atol=1e-5)
+        eps = models["unet"](x, torch.tensor([299, 799]), tokens, return_dict=False)[0]
+        found = policy.predict(x, torch.tensor([0.3, 0.8]), c)
+    assert_close(found, eps, rtol=2e-2, atol=2e-2)  # stored in fp16
 
 
 def test_data_are_training_captions_only():

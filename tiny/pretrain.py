@@ -1,6 +1,7 @@
-"""Train the embedded text-to-image pipeline from nothing, on CPU, and save it for diffusers.
+"""Train the embedded text-to-image pipelines from nothing, on CPU, and save them for diffusers.
 
     python -m tiny.pretrain                    # autoencoder, then the SD3 pipeline; resumes itself
+    python -m tiny.pretrain --kind sd          # the same autoencoder, then the SD pipeline
     python -m tiny.pretrain --out /tmp/sd3 --steps 2000
 
 Two stages, each a pure function of the seed and the step; the second is checkpointed every few
@@ -9,7 +10,9 @@ minutes, the first, of five minutes, at its end:
    the decoder forgives small errors of the flow model.
 2. `SD3Transformer2DModel` and two `CLIPTextModelWithProjection` together, by conditional flow
    matching (Lipman et al., arXiv 2210.02747; logit-normal t: Esser et al., arXiv 2403.03206),
-   10 % empty captions, EMA weights shipped. No held-out caption is ever seen.
+   or `UNet2DConditionModel` and one `CLIPTextModel`, by noise prediction (Ho et al., arXiv
+   2006.11239) on Stable Diffusion's betas; 10 % empty captions, EMA weights shipped. No held-out
+   caption is ever seen.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -41,14 +44,16 @@ from tiny.world import (
 LATENT_CHANNELS, LATENT_SIDE, PATCH = 4, 16, 4  # 16 tokens of 16 x 16 pixels
 TEXT_TOKENS = 10  # the longest caption has 8 words, and two special tokens
 WIDTH, HEADS, LAYERS = 160, 5, 5
-TEXT_WIDTH = 64  # of each of the two text encoders
+TEXT_WIDTH = 64  # of each of the two text encoders; the SD pipeline has one of twice the width
+UNET_WIDTHS = (64, 96, 112)  # channels at 16 x 16, 8 x 8, 4 x 4
 
 
 @dataclass
 class Args:
     """Settings of the pre-training."""
 
-    out: str = "tiny/sd3"  # where the pipeline is saved
+    kind: Literal["sd3", "sd"] = "sd3"  # flow (SD3) or noise prediction (Stable Diffusion 1)
+    out: str = ""  # where the pipeline is saved (default: tiny/KIND)
     work: str = "runs/pretrain"  # checkpoints and cached latents
     scenes: int = 48_000  # size of the data set
     vae_steps: int = 2_500
@@ -268,14 +273,89 @@ def encode_text(models: torch.nn.ModuleDict, ids: torch.Tensor) -> tuple[torch.T
     return tokens, torch.cat(pooled, -1)
 
 
-def train_flow(args: Args, z: torch.Tensor, captions: list[str], work: Path) -> torch.nn.ModuleDict:
-    """Train or resume the flow model on scaled latents `z` (n, 4, 16, 16); returns EMA weights."""
+def make_sd_models(vocab: int) -> torch.nn.ModuleDict:
+    """UNet and text encoder of the SD pipeline, untrained."""
+    from diffusers import UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    text = CLIPTextConfig(
+        vocab_size=vocab,
+        hidden_size=2 * TEXT_WIDTH,
+        intermediate_size=4 * TEXT_WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=TEXT_TOKENS,
+        hidden_act="gelu",
+        bos_token_id=vocab - 2,
+        eos_token_id=vocab - 1,
+        pad_token_id=vocab - 1,
+    )
+    unet: Any = UNet2DConditionModel(
+        sample_size=LATENT_SIDE,
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        block_out_channels=UNET_WIDTHS,
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=2 * TEXT_WIDTH,
+        attention_head_dim=4,
+        norm_num_groups=16,
+    )
+    return torch.nn.ModuleDict(dict(unet=unet, text_encoder=CLIPTextModel(text)))
+
+
+def make_ddim() -> Any:
+    """Stable Diffusion 1's own noise schedule: scaled-linear betas, offset 1, ends at abar[0]."""
+    from diffusers import DDIMScheduler
+
+    return DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
+
+
+def flow_loss(
+    models: torch.nn.ModuleDict, x0: torch.Tensor, ids: torch.Tensor, g: torch.Generator
+) -> torch.Tensor:
+    """Mean squared error of the velocity at one logit-normal t a picture."""
+    t = torch.sigmoid(torch.randn(len(x0), generator=g))
+    eps = torch.randn(x0.shape, generator=g)
+    w = t[:, None, None, None]
+    tokens, pooled = encode_text(models, ids)
+    x_t = (1 - w) * x0 + w * eps
+    v = models["transformer"](x_t, tokens, pooled, 1000 * t, return_dict=False)[0]
+    return F.mse_loss(v, eps - x0)
+
+
+def eps_loss(
+    models: torch.nn.ModuleDict, x0: torch.Tensor, ids: torch.Tensor, g: torch.Generator,
+    alphas_cumprod: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Mean squared error of the noise at one uniform timestep a picture."""
+    k = torch.randint(len(alphas_cumprod), (len(x0),), generator=g)
+    eps = torch.randn(x0.shape, generator=g)
+    abar = alphas_cumprod[k][:, None, None, None]
+    tokens = models["text_encoder"](ids)[0]
+    x_t = abar.sqrt() * x0 + (1 - abar).sqrt() * eps
+    return F.mse_loss(models["unet"](x_t, k, tokens, return_dict=False)[0], eps)
+
+
+def train_model(
+    args: Args, z: torch.Tensor, captions: list[str], work: Path
+) -> torch.nn.ModuleDict:
+    """Train or resume the model on scaled latents `z` (n, 4, 16, 16); returns EMA weights."""
     tokenizer = make_tokenizer(work / "tokenizer")
     torch.manual_seed(args.seed)
-    models = make_models(len(tokenizer))
+    models = (make_models if args.kind == "sd3" else make_sd_models)(len(tokenizer))
+    alphas_cumprod = make_ddim().alphas_cumprod
     ema = copy.deepcopy(models)
     optimizer = torch.optim.AdamW(models.parameters(), lr=args.lr, betas=(0.9, 0.99))
-    first, file = 0, work / "flow.pt"
+    first, file = 0, work / ("flow.pt" if args.kind == "sd3" else "eps.pt")
     if file.exists():
         saved = torch.load(file, weights_only=True)
         models.load_state_dict(saved["models"])
@@ -292,15 +372,8 @@ def train_flow(args: Args, z: torch.Tensor, captions: list[str], work: Path) -> 
         g = generator(args.seed, 2, step)
         rows = torch.randint(len(z), (args.batch,), generator=g)
         keep = torch.rand(args.batch, generator=g) >= 0.1
-        t = torch.sigmoid(torch.randn(args.batch, generator=g))
-        eps = torch.randn((args.batch, *z.shape[1:]), generator=g)
-        w = t[:, None, None, None]
-        x0 = z[rows]
-        tokens, pooled = encode_text(models, ids[rows_of[rows] * keep])
-        v = models["transformer"](
-            (1 - w) * x0 + w * eps, tokens, pooled, 1000 * t, return_dict=False
-        )[0]
-        loss = F.mse_loss(v, eps - x0)
+        data = models, z[rows], ids[rows_of[rows] * keep], g
+        loss = flow_loss(*data) if args.kind == "sd3" else eps_loss(*data, alphas_cumprod)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(models.parameters(), 1.0)
@@ -309,7 +382,7 @@ def train_flow(args: Args, z: torch.Tensor, captions: list[str], work: Path) -> 
         total += loss.item()
         if (step + 1) % 100 == 0:
             speed = (time.time() - start) / (step + 1 - first)
-            print(f"flow {step + 1} loss {total / 100:.4f} {speed:.2f} s/step", flush=True)
+            print(f"{args.kind} {step + 1} loss {total / 100:.4f} {speed:.2f} s/step", flush=True)
             total = 0.0
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             state = dict(models=models.state_dict(), ema=ema.state_dict(), step=step + 1)
@@ -360,6 +433,23 @@ def export(models: torch.nn.ModuleDict, vae: Any, work: Path, out: Path) -> None
     pipe.save_pretrained(out, safe_serialization=True)
 
 
+def export_sd(models: torch.nn.ModuleDict, vae: Any, work: Path, out: Path) -> None:
+    """Save a `StableDiffusionPipeline` folder, the large parts in fp16."""
+    from diffusers import StableDiffusionPipeline
+
+    pipe: Any = StableDiffusionPipeline(
+        vae=copy.deepcopy(vae).half(),
+        text_encoder=models["text_encoder"],
+        tokenizer=make_tokenizer(work / "tokenizer"),
+        unet=copy.deepcopy(models["unet"]).half(),
+        scheduler=make_ddim(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.save_pretrained(out, safe_serialization=True)
+
+
 def main(args: Args) -> None:
     """Both stages, then the export."""
     work = Path(args.work)
@@ -371,9 +461,10 @@ def main(args: Args) -> None:
         raw = encode_all(vae, images)
         save_atomic((raw - vae.config.shift_factor) * vae.config.scaling_factor, latents)
     del images
-    models = train_flow(args, torch.load(latents, weights_only=True), captions, work)
-    export(models, vae, work, Path(args.out))
-    print(f"saved {args.out}")
+    models = train_model(args, torch.load(latents, weights_only=True), captions, work)
+    out = Path(args.out or f"tiny/{args.kind}")
+    (export if args.kind == "sd3" else export_sd)(models, vae, work, out)
+    print(f"saved {out}")
 
 
 if __name__ == "__main__":
