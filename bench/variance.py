@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 
@@ -21,8 +22,8 @@ import vgrpo
 from bench.learn import version, write_json
 from rewards import read_splits
 
-FULL = dict(share="group", stratified=True, space="x", weight="self")
-SETTINGS = {
+FULL: dict[str, Any] = dict(share="group", stratified=True, space="x", weight="self")
+SETTINGS: dict[str, dict[str, Any]] = {
     "V-GRPO": FULL,
     "pairs not shared": FULL | dict(share="none"),
     "not stratified": FULL | dict(stratified=False),
