@@ -485,7 +485,8 @@ class Policy:
         t = torch.as_tensor(t, device=self.device)
         if self.abars is None:
             return 1 - t, t
-        return self.abar(t).sqrt(), (1 - self.abar(t)).sqrt()
+        abar = self.abar(t)
+        return abar.sqrt(), (1 - abar).sqrt()
 
     def velocity(self, x_t: Tensor, t: Coef, c: Cond, guidance: float = 1.0) -> Tensor:
         """Velocity, fp32 like x_t: eps - x0 of a flow, sqrt(abar) eps - sqrt(1-abar) x0 of an eps

@@ -168,26 +168,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         save_every=20,
         dtype="bfloat16",  # differs: official code uses float16
     ),
-    "sd14": dict(  # the same
-        reward="jpeg_compressibility",
-        heldout_reward=None,
-        prompts="prompts/animals.txt",  # differs: 45 of the 398 animals
-        iterations=100,
-        P=32,
-        G=2,
-        micro_batch=8,
-        T=50,
-        guidance=5.0,
-        lr=3e-4,
-        lora_r=4,
-        lora_alpha=4,
-        eval_every=20,
-        eval_guidance=5.0,
-        eval_T=50,
-        save_every=20,
-        dtype="bfloat16",  # differs: official code uses float16
-    ),
 }
+PRESETS["sd14"] = PRESETS["sd15"]
 
 
 def check_own(args: Args) -> None:

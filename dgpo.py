@@ -293,9 +293,9 @@ def rollout(
     args: Args,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Sample x0 (B, C, H, W) by an ODE solver; draw its pairs t (B, M), eps (B, M, C, H, W)."""
-    x = common.keyed_noise(policy.latent_shape, args.seed, "x_T", iteration, indices)
     x0 = c.get("x0")  # of --pairs
     if x0 is None:
+        x = common.keyed_noise(policy.latent_shape, args.seed, "x_T", iteration, indices)
         x0 = policy.sample(x.to(policy.device), c, args.T, args.guidance, args.solver)
     t, eps = draw_pairs(policy, grid, iteration, indices, args)
     return dict(x0=x0, t=t, eps=eps)

@@ -501,6 +501,11 @@ def read_prompts(path: str | Path) -> list[dict[str, Any]]:
     Each prompt is a dict: "prompt" and the metadata of its line. Blank lines are skipped. A fault
     is a ValueError in one line: file, line number, reason.
     """
+    return [row for _, row in _numbered_prompts(path)]
+
+
+def _numbered_prompts(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
+    """The prompts of read_prompts with the numbers of their lines."""
     path = Path(path)
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(f"{path}: a prompt file must end in .txt or .jsonl")
@@ -514,9 +519,10 @@ def read_prompts(path: str | Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            rows.append({"prompt": line.strip()} if path.suffix == ".txt" else _parse_row(line))
+            row = {"prompt": line.strip()} if path.suffix == ".txt" else _parse_row(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
+        rows.append((number, row))
     if not rows:
         raise ValueError(f"{path}: no prompts in this file")
     return rows
@@ -555,12 +561,10 @@ def load_pairs(path: str) -> tuple[list[dict[str, Any]], dict[str, Any], dict[st
     """
     folder, where = Path(path).parent, f"--pairs: {path}"
     try:
-        rows = read_prompts(path)
+        numbered = _numbered_prompts(path)
     except ValueError as error:
         raise SystemExit(f"--pairs: {error}") from None
-    lines = Path(path).read_text("utf-8-sig").split("\n")
-    numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
-    for number, row in zip(numbers, rows):
+    for number, row in numbered:
         for field in ("winner", "loser"):
             value = row.get(field)
             if not isinstance(value, str):
@@ -572,6 +576,7 @@ def load_pairs(path: str) -> tuple[list[dict[str, Any]], dict[str, Any], dict[st
     def preferred(images: Tensor, prompts: Sequence[str], rows: Sequence[Metadata]) -> Tensor:
         return (torch.arange(len(images)) + 1) % 2.0
 
+    rows = [row for _, row in numbered]
     return rows, {"preferred": preferred}, {"preferred": 1.0}, pair_images
 
 

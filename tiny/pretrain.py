@@ -18,6 +18,7 @@ minutes, the first, of five minutes, at its end:
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import random
@@ -218,10 +219,29 @@ def _byte_symbols() -> list[str]:
 # ---- Flow model ---------------------------------------------------------------------------------
 
 
+def text_config(vocab: int, width: int, layers: int) -> Any:
+    """A CLIP text encoder for the captions."""
+    from transformers import CLIPTextConfig
+
+    return CLIPTextConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        projection_dim=width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=TEXT_TOKENS,
+        hidden_act="gelu",
+        bos_token_id=vocab - 2,
+        eos_token_id=vocab - 1,
+        pad_token_id=vocab - 1,
+    )
+
+
 def make_models(vocab: int) -> torch.nn.ModuleDict:
     """Transformer and two text encoders, untrained."""
     from diffusers import SD3Transformer2DModel
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+    from transformers import CLIPTextModelWithProjection
 
     transformer: Any = SD3Transformer2DModel(
         sample_size=LATENT_SIDE,
@@ -237,19 +257,7 @@ def make_models(vocab: int) -> torch.nn.ModuleDict:
         pos_embed_max_size=LATENT_SIDE // PATCH,
         qk_norm="rms_norm",
     )
-    text = CLIPTextConfig(
-        vocab_size=vocab,
-        hidden_size=TEXT_WIDTH,
-        intermediate_size=2 * TEXT_WIDTH,
-        projection_dim=TEXT_WIDTH,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=TEXT_TOKENS,
-        hidden_act="gelu",
-        bos_token_id=vocab - 2,
-        eos_token_id=vocab - 1,
-        pad_token_id=vocab - 1,
-    )
+    text = text_config(vocab, TEXT_WIDTH, 3)
     return torch.nn.ModuleDict(
         dict(
             transformer=transformer,
@@ -276,20 +284,8 @@ def encode_text(models: torch.nn.ModuleDict, ids: torch.Tensor) -> tuple[torch.T
 def make_sd_models(vocab: int) -> torch.nn.ModuleDict:
     """UNet and text encoder of the SD pipeline, untrained."""
     from diffusers import UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel
+    from transformers import CLIPTextModel
 
-    text = CLIPTextConfig(
-        vocab_size=vocab,
-        hidden_size=2 * TEXT_WIDTH,
-        intermediate_size=4 * TEXT_WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=TEXT_TOKENS,
-        hidden_act="gelu",
-        bos_token_id=vocab - 2,
-        eos_token_id=vocab - 1,
-        pad_token_id=vocab - 1,
-    )
     unet: Any = UNet2DConditionModel(
         sample_size=LATENT_SIDE,
         in_channels=LATENT_CHANNELS,
@@ -302,9 +298,11 @@ def make_sd_models(vocab: int) -> torch.nn.ModuleDict:
         attention_head_dim=4,
         norm_num_groups=16,
     )
-    return torch.nn.ModuleDict(dict(unet=unet, text_encoder=CLIPTextModel(text)))
+    text = CLIPTextModel(text_config(vocab, 2 * TEXT_WIDTH, 2))
+    return torch.nn.ModuleDict(dict(unet=unet, text_encoder=text))
 
 
+@functools.cache
 def make_ddim() -> Any:
     """Stable Diffusion 1's own noise schedule: scaled-linear betas, offset 1, ends at abar[0]."""
     from diffusers import DDIMScheduler
@@ -333,10 +331,10 @@ def flow_loss(
 
 
 def eps_loss(
-    models: torch.nn.ModuleDict, x0: torch.Tensor, ids: torch.Tensor, g: torch.Generator,
-    alphas_cumprod: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    models: torch.nn.ModuleDict, x0: torch.Tensor, ids: torch.Tensor, g: torch.Generator
+) -> torch.Tensor:
     """Mean squared error of the noise at one uniform timestep a picture."""
+    alphas_cumprod = make_ddim().alphas_cumprod
     k = torch.randint(len(alphas_cumprod), (len(x0),), generator=g)
     eps = torch.randn(x0.shape, generator=g)
     abar = alphas_cumprod[k][:, None, None, None]
@@ -351,11 +349,11 @@ def train_model(
     """Train or resume the model on scaled latents `z` (n, 4, 16, 16); returns EMA weights."""
     tokenizer = make_tokenizer(work / "tokenizer")
     torch.manual_seed(args.seed)
-    models = (make_models if args.kind == "sd3" else make_sd_models)(len(tokenizer))
-    alphas_cumprod = make_ddim().alphas_cumprod
+    make, loss_of, name, _ = KINDS[args.kind]
+    models = make(len(tokenizer))
     ema = copy.deepcopy(models)
     optimizer = torch.optim.AdamW(models.parameters(), lr=args.lr, betas=(0.9, 0.99))
-    first, file = 0, work / ("flow.pt" if args.kind == "sd3" else "eps.pt")
+    first, file = 0, work / name
     if file.exists():
         saved = torch.load(file, weights_only=True)
         models.load_state_dict(saved["models"])
@@ -372,8 +370,7 @@ def train_model(
         g = generator(args.seed, 2, step)
         rows = torch.randint(len(z), (args.batch,), generator=g)
         keep = torch.rand(args.batch, generator=g) >= 0.1
-        data = models, z[rows], ids[rows_of[rows] * keep], g
-        loss = flow_loss(*data) if args.kind == "sd3" else eps_loss(*data, alphas_cumprod)
+        loss = loss_of(models, z[rows], ids[rows_of[rows] * keep], g)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(models.parameters(), 1.0)
@@ -450,6 +447,13 @@ def export_sd(models: torch.nn.ModuleDict, vae: Any, work: Path, out: Path) -> N
     pipe.save_pretrained(out, safe_serialization=True)
 
 
+# kind -> untrained models, loss, checkpoint, export
+KINDS: dict[str, tuple[Any, Any, str, Any]] = {
+    "sd3": (make_models, flow_loss, "flow.pt", export),
+    "sd": (make_sd_models, eps_loss, "eps.pt", export_sd),
+}
+
+
 def main(args: Args) -> None:
     """Both stages, then the export."""
     work = Path(args.work)
@@ -463,7 +467,7 @@ def main(args: Args) -> None:
     del images
     models = train_model(args, torch.load(latents, weights_only=True), captions, work)
     out = Path(args.out or f"tiny/{args.kind}")
-    (export if args.kind == "sd3" else export_sd)(models, vae, work, out)
+    KINDS[args.kind][-1](models, vae, work, out)
     print(f"saved {out}")
 
 
