@@ -103,6 +103,46 @@ class Half(common.Ranks):
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
 
+PROMPTS = ["a red circle", "draw two squares"]
+
+
+def stored(script, policy, args, P=2, iteration=0, micro_batch=64, x0=None):
+    """A rollout of P prompts by vgrpo or dgpo, in micro-batches: condition and batch."""
+    c = policy.encode([PROMPTS[i // args.G % 2] for i in range(P * args.G)])
+    c |= {} if x0 is None else {"x0": x0}
+    grid = common.trained_levels(policy.grid(args.T, args.solver), args.t_min, args.t_max, args.M)
+    batch = common.cat_batches(
+        script.rollout(policy, part, grid, iteration, indices, args)
+        for part, indices in common.micro_batches(c, range(P * args.G), micro_batch)
+    )
+    return c, batch
+
+
+def update(script, policy, data, A, args, optimizer=None, valid=None, ranks=None, iteration=0):
+    """script.update on a stored rollout: the optimizer, which keeps its gradients, and the logs."""
+    c, batch = data
+    valid = torch.ones(len(A), dtype=torch.bool) if valid is None else valid
+    optimizer = optimizer or Counting(policy.params)
+    if policy.kept is None:
+        policy.remember()  # as main does
+    logs = script.update(
+        policy, optimizer, common.Ema(policy.params, 0.0), batch, c, A, valid, iteration, args,
+        ranks or common.Ranks("cpu"),
+    )  # fmt: skip
+    return optimizer, logs
+
+
+def gradient(policy, loss):
+    """Of a loss, to all trained parameters, flat."""
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, policy.params)])
+
+
+def error(script, policy, data, args):
+    """Errors (M, B) of the policy as it is now."""
+    with torch.no_grad():
+        return script.errors(policy, *data, args, 1.0)[0]
+
+
 @pytest.fixture
 def make_policy(weights):
     """make_policy(random=True, ...): a Policy of the small pipeline; its LoRA starts at the base."""

@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import json
 
+import conftest
 import pytest
 import torch
-from conftest import Counting, randomise
+from conftest import PROMPTS, Counting, randomise
 from torch.testing import assert_close
 
 import common
@@ -14,7 +15,6 @@ import ddpo
 from ddpo import Args
 
 exact = functools.partial(assert_close, rtol=0, atol=0)
-PROMPTS = ["a red circle", "draw two squares"]
 A4 = torch.tensor([1.0, -0.5, 2.0, -1.5])
 families = pytest.mark.parametrize("family", ["tiny", "sd15"])
 
@@ -39,15 +39,7 @@ def stored(policy, args, micro_batch=64, iteration=0):
     return c, batch
 
 
-def update(policy, data, A, args, optimizer=None, valid=None, iteration=0):
-    c, batch = data
-    valid = torch.ones(len(A), dtype=torch.bool) if valid is None else valid
-    optimizer = optimizer or Counting(policy.params)
-    logs = ddpo.update(
-        policy, optimizer, common.Ema(policy.params, 0.0), batch, c, A, valid, iteration, args,
-        common.Ranks("cpu"),
-    )  # fmt: skip
-    return optimizer, logs
+update = functools.partial(conftest.update, ddpo)
 
 
 # ---- rollout ----

@@ -8,9 +8,10 @@ import sys
 import types
 from pathlib import Path
 
+import conftest
 import pytest
 import torch
-from conftest import Counting, Half, OtherRank, randomise
+from conftest import Counting, Half, OtherRank, gradient, randomise
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -21,42 +22,11 @@ import vgrpo
 from vgrpo import Args, elbo_ratio, soft_clip
 
 exact = functools.partial(assert_close, rtol=0, atol=0)
-PROMPTS = ["a red circle", "draw two squares"]
 BLANK = types.SimpleNamespace(latent_shape=(2, 3, 3), device="cpu")  # enough to draw pairs for
 A4 = torch.tensor([1.0, -1.0, 0.5, -0.5])
-
-
-def stored(policy, args, P=2, iteration=0, micro_batch=64):
-    """A rollout of P prompts, in micro-batches: condition and batch."""
-    c, grid = policy.encode([PROMPTS[i // args.G % 2] for i in range(P * args.G)]), None
-    grid = common.trained_levels(policy.grid(args.T, args.solver), args.t_min, args.t_max, args.M)
-    batch = common.cat_batches(
-        vgrpo.rollout(policy, part, grid, iteration, indices, args)
-        for part, indices in common.micro_batches(c, range(P * args.G), micro_batch)
-    )
-    return c, batch
-
-
-def update(policy, data, A, args, optimizer=None, valid=None, ranks=None, iteration=0):
-    c, batch = data
-    valid = torch.ones(len(A), dtype=torch.bool) if valid is None else valid
-    optimizer = optimizer or Counting(policy.params)
-    if policy.kept is None:
-        policy.remember()  # as main does
-    logs = vgrpo.update(
-        policy, optimizer, common.Ema(policy.params, 0.0), batch, c, A, valid, iteration, args,
-        ranks or common.Ranks("cpu"),
-    )  # fmt: skip
-    return optimizer, logs
-
-
-def gradient(policy, loss):
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, policy.params)])
-
-
-def error(policy, data, args):
-    with torch.no_grad():
-        return vgrpo.errors(policy, *data, args, 1.0)[0]
+stored = functools.partial(conftest.stored, vgrpo)
+update = functools.partial(conftest.update, vgrpo)
+error = functools.partial(conftest.error, vgrpo)
 
 
 @pytest.fixture
