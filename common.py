@@ -8,6 +8,7 @@ r, A, rho = reward, advantage, probability ratio; B = P * G images, index = p * 
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import hashlib
 import importlib.util
@@ -760,6 +761,8 @@ class Ranks:
                 self.device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
                 torch.cuda.set_device(self.device)
             torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+            # Its threads must end before the interpreter does, or a rank that is done may abort.
+            atexit.register(torch.distributed.destroy_process_group)
 
     def mine(self, n: int) -> range:
         """The contiguous share of n items that this rank owns (n divisible by the world size)."""

@@ -46,7 +46,7 @@ LATENT_CHANNELS, LATENT_SIDE, PATCH = 4, 16, 4  # 16 tokens of 16 x 16 pixels
 TEXT_TOKENS = 10  # the longest caption has 8 words, and two special tokens
 WIDTH, HEADS, LAYERS = 160, 5, 5
 TEXT_WIDTH = 64  # of each of the two text encoders; the SD pipeline has one of twice the width
-UNET_WIDTHS = (64, 96, 112)  # channels at 16 x 16, 8 x 8, 4 x 4
+UNET_WIDTHS = (32, 64, 128)  # channels at 16 x 16, 8 x 8, 4 x 4
 
 
 @dataclass
@@ -299,7 +299,8 @@ def make_sd_models(vocab: int) -> torch.nn.ModuleDict:
         norm_num_groups=16,
     )
     text = CLIPTextModel(text_config(vocab, 2 * TEXT_WIDTH, 2))
-    return torch.nn.ModuleDict(dict(unet=unet, text_encoder=text))
+    models = torch.nn.ModuleDict(dict(unet=unet, text_encoder=text))
+    return models.to(memory_format=torch.channels_last)  # convolutions are faster so on a CPU
 
 
 @functools.cache
@@ -333,14 +334,19 @@ def flow_loss(
 def eps_loss(
     models: torch.nn.ModuleDict, x0: torch.Tensor, ids: torch.Tensor, g: torch.Generator
 ) -> torch.Tensor:
-    """Mean squared error of the noise at one uniform timestep a picture."""
+    """Squared error of the noise at one uniform timestep a picture, weighted min(1 / abar, 10).
+
+    1 / abar makes it the error of v (Salimans and Ho, arXiv 2202.00512), which weighs the noisy
+    timesteps that decide the composition; the bound keeps the noisiest ones from dominating.
+    """
     alphas_cumprod = make_ddim().alphas_cumprod
     k = torch.randint(len(alphas_cumprod), (len(x0),), generator=g)
     eps = torch.randn(x0.shape, generator=g)
     abar = alphas_cumprod[k][:, None, None, None]
     tokens = models["text_encoder"](ids)[0]
     x_t = abar.sqrt() * x0 + (1 - abar).sqrt() * eps
-    return F.mse_loss(models["unet"](x_t, k, tokens, return_dict=False)[0], eps)
+    error = (models["unet"](x_t, k, tokens, return_dict=False)[0] - eps).square()
+    return ((1 / abar).clamp(max=10) * error).mean()
 
 
 def train_model(
