@@ -362,6 +362,7 @@ _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _JOINT_ATTENTION = (*_ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 _FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 _EVERY_LINEAR = _JOINT_ATTENTION + _FEED_FORWARD
+_CLIP = {"geneval_soft": {"clip": True}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,7 +380,8 @@ class ModelSpec:
 _SD3, _SD, _FLUX = "StableDiffusion3Pipeline", "StableDiffusionPipeline", "FluxPipeline"
 MODELS = {
     # differs: unclipped, one extra object could cost more than everything else is worth
-    "tiny": ModelSpec(_SD3, "tiny/sd3", 64, 1, _EVERY_LINEAR, {"geneval_soft": {"clip": True}}),
+    "tiny": ModelSpec(_SD3, "tiny/sd3", 64, 1, _EVERY_LINEAR, _CLIP),
+    "tiny-sd": ModelSpec(_SD, "tiny/sd", 64, 10, _ATTENTION + _FEED_FORWARD[:2], _CLIP),
     # official: flow_grpo@9745241, config/grpo.py: 512 px, T5 length 128, attention only
     "sd35m": ModelSpec(_SD3, "stabilityai/stable-diffusion-3.5-medium", 512, 128, _JOINT_ATTENTION),
     # official: flow_grpo@9745241, scripts/train_flux.py: feed-forward layers as well

@@ -45,7 +45,7 @@ class Args:
     """Settings; presets per model below override these defaults, flags override both."""
 
     model: str = "tiny"
-    """tiny (shipped, runs on a CPU), sd35m, flux, sd15, sd14: a preset"""
+    """tiny, tiny-sd (shipped, for a CPU), sd35m, flux, sd15, sd14: a preset"""
     weights: str | None = None
     """hub id or local folder instead of the model's own"""
     reward: str = "geneval_soft"

@@ -1,4 +1,4 @@
-"""The shipped pipeline tiny/sd3: size, loading by the stock class, and its quality bar."""
+"""The shipped pipelines tiny/sd3, tiny/sd: size, loading by the stock class, quality bar."""
 
 import random
 from pathlib import Path
@@ -11,28 +11,63 @@ import common
 from rewards import load_rewards, read_splits
 from tiny.world import ShapeDetector, interleave, render, sample_scene, split_prompts
 
-FOLDER = Path(common.__file__).parent / "tiny" / "sd3"
+TINY = Path(common.__file__).parent / "tiny"
 
 
-@pytest.fixture(scope="module")
-def policy():
-    return common.load_policy("tiny")
+@pytest.fixture(scope="module", params=["tiny", "tiny-sd"])
+def policy(request):
+    return common.load_policy(request.param)
 
 
-def test_the_folder_is_small_and_in_safetensors():
-    files = [p for p in FOLDER.rglob("*") if p.is_file()]
+@pytest.mark.parametrize("kind", ["sd3", "sd"])
+def test_the_folder_is_small_and_in_safetensors(kind):
+    files = [p for p in (TINY / kind).rglob("*") if p.is_file()]
     assert sum(p.stat().st_size for p in files) <= 12e6
     assert {p.suffix for p in files} <= {".json", ".safetensors"}
 
 
-def test_the_stock_class_loads_it_in_fp32():
+def test_the_stock_class_loads_sd3_in_fp32():
     from diffusers import StableDiffusion3Pipeline
 
-    pipe = StableDiffusion3Pipeline.from_pretrained(FOLDER, text_encoder_3=None, tokenizer_3=None)
+    folder = TINY / "sd3"
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
     for part in (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2):
         assert {p.dtype for p in part.parameters()} == {torch.float32}
     image = pipe("a red circle", num_inference_steps=2, guidance_scale=1.0, max_sequence_length=1)
     assert image.images[0].size == (64, 64)
+
+
+def test_the_stock_class_loads_sd_in_fp32_with_the_noise_schedule_of_stable_diffusion():
+    from diffusers import DDIMScheduler, StableDiffusionPipeline
+
+    pipe = StableDiffusionPipeline.from_pretrained(TINY / "sd")
+    for part in (pipe.unet, pipe.vae, pipe.text_encoder):
+        assert {p.dtype for p in part.parameters()} == {torch.float32}
+    assert isinstance(pipe.scheduler, DDIMScheduler)
+    config = pipe.scheduler.config
+    assert (config.beta_schedule, config.steps_offset) == ("scaled_linear", 1)
+    assert not config.set_alpha_to_one and not config.clip_sample
+    assert config.prediction_type == "epsilon"
+    abar = pipe.scheduler.alphas_cumprod  # of SD 1.x: known to every table of its noise levels
+    assert abar[0].item() == pytest.approx(0.99915, abs=1e-6)
+    assert abar[-1].item() == pytest.approx(0.004660, abs=1e-6)
+    images = pipe("a red circle", num_inference_steps=2, guidance_scale=1.0, output_type="pt").images
+    assert images.shape == (1, 3, 64, 64)
+
+
+def test_the_stock_pipeline_draws_what_the_policy_draws():
+    """The two shifts of a latent would differ: StableDiffusionPipeline knows a scale alone."""
+    from diffusers import StableDiffusionPipeline
+
+    policy, prompt = common.load_policy("tiny-sd"), "a red circle"
+    x = common.keyed_noise(policy.latent_shape, 0, "x_T", 0, [0])
+    pipe = StableDiffusionPipeline.from_pretrained(TINY / "sd")
+    pipe.set_progress_bar_config(disable=True)
+    stock = pipe(
+        prompt, num_inference_steps=5, guidance_scale=3.0, latents=x, output_type="pt"
+    ).images
+    ours = policy.decode(policy.sample(x, policy.encode([prompt]), 5, 3.0))
+    torch.testing.assert_close(ours, stock, rtol=0, atol=2e-5)
 
 
 def test_scenes_keep_their_score_through_the_autoencoder(policy):
@@ -51,7 +86,7 @@ def test_scenes_keep_their_score_through_the_autoencoder(policy):
     config = policy.vae.config
     with torch.no_grad():
         z = torch.cat([policy.vae.encode(b / 127.5 - 1).latents for b in images.float().split(50)])
-        x0 = (z - config.shift_factor) * config.scaling_factor
+        x0 = (z - (config.shift_factor or 0)) * config.scaling_factor
         decoded = torch.cat([policy.decode(part) for part in x0.split(50)])
     assert right(images) >= 0.99
     assert right((decoded * 255).round().to(torch.uint8)) >= 0.92

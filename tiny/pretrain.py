@@ -471,7 +471,11 @@ def main(args: Args) -> None:
         raw = encode_all(vae, images)
         save_atomic((raw - vae.config.shift_factor) * vae.config.scaling_factor, latents)
     del images
-    models = train_model(args, torch.load(latents, weights_only=True), captions, work)
+    z = torch.load(latents, weights_only=True)
+    if args.kind == "sd":  # the stock StableDiffusionPipeline scales latents and shifts none
+        z = z + vae.config.shift_factor * vae.config.scaling_factor
+        vae.register_to_config(shift_factor=0.0)
+    models = train_model(args, z, captions, work)
     out = Path(args.out or f"tiny/{args.kind}")
     KINDS[args.kind][-1](models, vae, work, out)
     print(f"saved {out}")
