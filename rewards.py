@@ -634,9 +634,9 @@ class Judge:
     """Client of a vision language model behind an OpenAI-compatible API (vLLM, sglang, ...).
 
     url: with or without /v1, else the environment variable REWARD_<NAME>_URL, else `default`;
-    model: else the first one that the server lists. Asks `workers` questions at a time (no more than
-    the batch_size of the reward), each up to `tries` times; a try fails when the server is silent
-    for `timeout` seconds. RewardUnavailable, naming the command `serve`, unless it answers now.
+    model: else the first one that the server lists. Asks `workers` questions at a time (at most the
+    batch_size of the reward), each up to `tries` times; a try fails when the server is silent for
+    `timeout` seconds. RewardUnavailable, naming the command `serve`, unless it answers now.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """rewards.py: the judge over HTTP, against a real server on loopback that misbehaves."""
 
 import base64
+import hashlib
 import io
 import json
 import math
@@ -229,15 +230,18 @@ def test_what_is_sent(server):
     assert message["role"] == "user"
     picture, text = message["content"]
     assert text == {"type": "text", "text": rewards.UNIFIED_QUESTION.replace("{prompt}", "3")}
-    assert text["text"].startswith("<image>\nYou are given a text caption and a generated image")
-    assert text["text"].endswith("after 'Final Score:'.\nYour task is provided as follows:\n"
-                                 "Text Caption: [3]")  # fmt: skip
     kind, _, data = picture["image_url"]["url"].partition(",")
     assert (picture["type"], kind) == ("image_url", "data:image/jpeg;base64")
     jpeg = base64.b64decode(data)
     assert jpeg == jpeg_bytes(image[0])
     shown = np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGB"), dtype=float)
     assert abs(shown - image[0].permute(1, 2, 0).numpy()).max() < 16
+
+
+def test_the_question_is_the_official_one():
+    """The digest of the text in unifiedreward_score_sglang, rewards.py of flow_grpo@ac4c86e."""
+    digest = hashlib.sha256(rewards.UNIFIED_QUESTION.encode()).hexdigest()
+    assert digest == "d68ab1dcf4dc3a39ec5dfab963d17fe30a6e5f713eb49f743ed88a4c8ce4317f"
 
 
 def test_captions_are_text_and_nothing_else(server):
