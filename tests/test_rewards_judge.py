@@ -659,6 +659,7 @@ def test_llava_bertscore(server, pauses, deberta, caplog):
     wanted = torch.tensor([first, math.nan, second, 0, third])
     assert_close(values, wanted, equal_nan=True, rtol=0, atol=1e-5)
     assert len({first, second, third}) == 3
+    assert len(server.bodies) == 5  # none is asked again
     assert "sample 1: ValueError: no text in the answer" in caplog.text
 
 
