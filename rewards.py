@@ -7,12 +7,17 @@ Nothing is rescaled, clipped or averaged here beyond what the source of a reward
 file imports torch and the standard library; what else a reward needs, its factory imports.
 """
 
+import base64
 import inspect
 import io
 import json
 import logging
 import math
+import os
+import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +25,9 @@ import torch
 from torch import Tensor
 
 Metadata = Mapping[str, Any]  # one prompt in GenEval's JSONL format
-Scorer = Callable[[Tensor, Sequence[str], Sequence[Metadata]], Iterable[float]]
+# uint8 (B, 3, H, W), B prompts, B metadata -> B scores; an exception in place of a score fails
+# that sample alone
+Scorer = Callable[[Tensor, Sequence[str], Sequence[Metadata]], Iterable[float | Exception]]
 
 log = logging.getLogger("rewards")
 
@@ -45,8 +52,9 @@ class Reward:
     """(images (B, 3, H, W), prompts, metadata=None) -> (B,) float32 on the images' device, no grad.
 
     images: float in [0, 1] of any float dtype, or uint8; a broken contract is a ValueError. A
-    sample that cannot be scored (non-finite pixels or score, bad metadata, an exception) is NaN,
-    with one warning a call; the others keep their score. kind: "cpu", "gpu" (on `device`), "http".
+    sample that cannot be scored (non-finite pixels or score, a prompt or metadata that the reward
+    cannot use, an exception) is NaN, with one warning a call; the others keep their score. kind:
+    "cpu", "gpu" (on `device`), "http".
     """
 
     def __init__(
@@ -55,12 +63,14 @@ class Reward:
         kind: str = "cpu",
         device: str | torch.device = "cpu",
         check: Callable[[Any], None] | None = None,
+        check_prompt: Callable[[str], object] | None = None,
         self_test_case: Callable[[], tuple[Tensor, Sequence[Metadata]]] | None = None,
     ) -> None:
         self.name = "reward"
         self.kind = kind
         self.batch_size = 16
-        self._score, self._check, self._self_test_case = score, check, self_test_case
+        self._score, self._check, self._check_prompt = score, check, check_prompt
+        self._self_test_case = self_test_case
         self._device = device if kind == "gpu" else "cpu"
 
     @torch.no_grad()
@@ -75,7 +85,7 @@ class Reward:
         metas = [{}] * B if metadata is None else metadata
         _check_length("metadata", metas, B)
 
-        errors = self._unusable(images, metas)  # sample index -> reason
+        errors = self._unusable(images, prompts, metas)  # sample index -> reason
         usable = [i for i in range(B) if i not in errors]
         values = torch.full((B,), math.nan)
         for start in range(0, len(usable), self.batch_size):
@@ -90,15 +100,17 @@ class Reward:
             )
         return values.to(images.device)
 
-    def _unusable(self, images: Tensor, metas: Sequence[Metadata]) -> dict[int, str]:
+    def _unusable(
+        self, images: Tensor, prompts: Sequence[str], metas: Sequence[Metadata]
+    ) -> dict[int, str]:
         errors = {}
         finite = images.isfinite().flatten(1).all(1).tolist()
-        for i, meta in enumerate(metas):
+        for i, (prompt, meta) in enumerate(zip(prompts, metas, strict=True)):
             if not finite[i]:
                 errors[i] = "non-finite pixels"
                 continue
             try:
-                self.check(meta)
+                self._check_sample(prompt, meta)
             except ValueError as error:
                 errors[i] = str(error)
         return errors
@@ -120,7 +132,8 @@ class Reward:
             )
             if len(scores) != len(chosen):
                 raise ValueError(f"{len(scores)} scores for {len(chosen)} images")
-            rounded = torch.tensor([float(score) for score in scores])
+            values_or_nan = [math.nan if isinstance(s, Exception) else float(s) for s in scores]
+            rounded = torch.tensor(values_or_nan)
         except RewardUnavailable:
             raise
         except Exception as error:
@@ -130,14 +143,21 @@ class Reward:
             for i in chosen:
                 self._score_into(values, errors, [i], images, prompts, metas)
             return
-        for i, value in zip(chosen, rounded, strict=True):
+        for i, score, value in zip(chosen, scores, rounded, strict=True):
             if value.isfinite():
                 values[i] = value
+            elif isinstance(score, Exception):
+                errors[i] = _one_line(score)
             else:
                 errors[i] = f"the score is {value.item()}"
 
-    def check(self, meta: Metadata) -> None:
-        """ValueError unless the metadata of a prompt is what this reward needs."""
+    def check(self, row: Metadata) -> None:
+        """ValueError unless a prompt, row["prompt"], and its metadata suit this reward."""
+        self._check_sample(row.get("prompt", ""), row)
+
+    def _check_sample(self, prompt: str, meta: Metadata) -> None:
+        if self._check_prompt is not None:
+            self._check_prompt(prompt)
         if self._check is not None:
             self._check(meta)
 
@@ -228,14 +248,19 @@ def make_reward(
 # --------------------------------------------------------------------------------------------------
 
 
-def jpeg_kilobytes(image: Tensor) -> float:
-    """kB (1000 bytes) of a uint8 (3, H, W) image as JPEG of quality 95 (ddpo-pytorch@1958463)."""
+def jpeg_bytes(image: Tensor) -> bytes:
+    """A uint8 (3, H, W) image as JPEG of quality 95."""
     from PIL import Image
 
     buffer = io.BytesIO()
     pixels = image.permute(1, 2, 0).contiguous().numpy()  # (H, W, 3)
     Image.fromarray(pixels).save(buffer, format="JPEG", quality=95)
-    return len(buffer.getvalue()) / 1000
+    return buffer.getvalue()
+
+
+def jpeg_kilobytes(image: Tensor) -> float:
+    """kB (1000 bytes) of a uint8 (3, H, W) image as JPEG (ddpo-pytorch@1958463)."""
+    return len(jpeg_bytes(image)) / 1000
 
 
 def _jpeg(sign: int, scale: float) -> Reward:
@@ -488,6 +513,443 @@ def _(
 ) -> Reward:
     """Flow-GRPO's training reward (arXiv 2505.05470); clip=True keeps it in [0, 1]."""
     return _geneval(detector, lambda score: score.soft, clip)
+
+
+# --------------------------------------------------------------------------------------------------
+# OCR: the text that a prompt asks for
+# --------------------------------------------------------------------------------------------------
+
+# (least shortest side of a picture, shortest side that the text detector enlarges it to): small
+# pictures gain nothing from more, and at 512 px glyphs that fill the picture are lost below 736
+OCR_SIDES = ((512, 736), (128, 320), (1, 192))
+
+
+def ocr_target(prompt: str) -> str:
+    """The first span in straight double quotes, without spaces, lower case; ValueError if none."""
+    parts = prompt.split('"')
+    target = parts[1].replace(" ", "").lower() if len(parts) > 2 else ""
+    if not target:
+        raise ValueError('no text in straight double quotes, as in: a sign that says "OPEN"')
+    return target
+
+
+def levenshtein(a: str, b: str) -> int:
+    """Least number of insertions, deletions and replacements of a character that make b of a."""
+    row = list(range(len(b) + 1))  # distances from the part of a read so far to each start of b
+    for i, x in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
+    return row[-1]
+
+
+def ocr_score(lines: Iterable[tuple[str, float]], prompt: str) -> float:
+    """1 - distance / length of the target, in [0, 1]; 1 if the target occurs anywhere in the text.
+
+    lines: (text, confidence) in the order of the detector; those of confidence 0 do not count
+    (ocr.py, flow_grpo@ac4c86e). ValueError for a prompt without a target.
+    """
+    target = ocr_target(prompt)
+    text = "".join(line for line, confidence in lines if confidence > 0)
+    text = text.replace(" ", "").lower()
+    distance = 0 if target in text else min(levenshtein(text, target), len(target))
+    return 1 - distance / len(target)
+
+
+def _ocr_self_test_case() -> tuple[Tensor, list[Metadata]]:
+    from PIL import Image, ImageDraw, ImageFont
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    picture = Image.new("RGB", (64, 64), "white")
+    ImageDraw.Draw(picture).text((4, 18), "OPEN", "black", ImageFont.load_default(20))
+    return pil_to_tensor(picture)[None], [{"prompt": 'a sign that says "OPEN"'}]
+
+
+@register("ocr")
+def _(device: object, dtype: object, workers: int = 4) -> Reward:
+    """Share of the quoted text that is read in the picture, 0 to 1 (arXiv 2505.05470).
+
+    # differs: RapidOCR (PP-OCRv6) reads, not PaddleOCR 2.9; it is given BGR, as it expects
+    (official: RGB); a prompt without quoted text and an engine that fails give NaN (official: 0).
+    """
+    _check_count("workers", workers)
+    try:
+        import onnxruntime  # noqa: F401
+        from rapidocr import RapidOCR
+    except ImportError as error:
+        raise RewardUnavailable(
+            "reward 'ocr' needs rapidocr and onnxruntime: pip install rapidocr onnxruntime"
+        ) from error
+    case = _ocr_self_test_case()
+    engines: dict[int, Any] = {}
+    for _, side in OCR_SIDES:
+        engines[side] = RapidOCR(
+            params={
+                "Global.log_level": "critical",
+                "Det.limit_type": "min",
+                "Det.limit_side_len": side,
+                "EngineConfig.onnxruntime.intra_op_num_threads": 1,
+            }
+        )
+        engines[side](_bgr(case[0])[0], use_cls=False)  # its networks load with the first picture
+    pool = ThreadPoolExecutor(workers)
+
+    def score(images: Tensor, prompts: Sequence[str], metas: Sequence[Metadata]) -> list[float]:
+        smallest = min(images.shape[2:])
+        engine = engines[next(side for least, side in OCR_SIDES if smallest >= least)]
+
+        def read(pixels: Any, prompt: str) -> float:
+            found = engine(pixels, use_cls=False)
+            read_any = getattr(found, "txts", None)  # None or no such field where nothing is read
+            return ocr_score(zip(found.txts, found.scores, strict=True) if read_any else (), prompt)
+
+        return list(pool.map(read, _bgr(images), prompts))
+
+    return Reward(score, check_prompt=ocr_target, self_test_case=lambda: case)
+
+
+def _bgr(images: Tensor) -> Any:
+    """uint8 (B, 3, H, W) -> numpy (B, H, W, 3), blue first."""
+    return images.flip(1).permute(0, 2, 3, 1).contiguous().numpy()
+
+
+def _check_count(option: str, value: object) -> None:
+    if not _is_int(value) or cast(int, value) < 1:
+        raise ValueError(f"{option} must be an integer >= 1, got {value!r}")
+
+
+def _check_positive(option: str, value: object) -> None:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{option} must be a finite number > 0, got {value!r}")
+
+
+# --------------------------------------------------------------------------------------------------
+# A vision language model as judge, over HTTP
+# --------------------------------------------------------------------------------------------------
+
+Choice = Mapping[str, Any]  # the one entry of "choices" in the answer to a chat completion
+
+
+class Judge:
+    """Client of a vision language model behind an OpenAI-compatible API (vLLM, sglang, ...).
+
+    url: with or without /v1, else the environment variable REWARD_<NAME>_URL, else `default`;
+    model: else the first one that the server lists. Asks `workers` questions at a time (at most the
+    batch_size of the reward), each up to `tries` times; a try fails when the server is silent for
+    `timeout` seconds. RewardUnavailable, naming the command `serve`, unless it answers now.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        default: str,
+        serve: str,
+        url: str | None,
+        model: str | None,
+        workers: int,
+        tries: int,
+        timeout: float,
+    ) -> None:
+        _check_count("workers", workers)
+        _check_count("tries", tries)
+        _check_positive("timeout", timeout)
+        try:
+            import PIL.Image  # noqa: F401
+            import requests  # noqa: F401
+        except ImportError as error:
+            raise RewardUnavailable(
+                f"reward {name!r} needs requests and Pillow: pip install requests pillow"
+            ) from error
+        variable = f"REWARD_{name.upper()}_URL"
+        root = (url or os.environ.get(variable) or default).rstrip("/").removesuffix("/v1")
+        self.url = f"{root}/v1"
+        self._tries, self._timeout = tries, timeout
+        self._pool = ThreadPoolExecutor(workers)
+        try:
+            served = [str(entry["id"]) for entry in self._request("GET", "/models")["data"]]
+            self.model = model or served[0]
+        except Exception as error:  # no server, or something else that answers there
+            raise RewardUnavailable(
+                f"reward {name!r}: no OpenAI-compatible server at {self.url} "
+                f"({_one_line(error)[:200]}); start one, `{serve}`, or give url=, or set {variable}"
+            ) from error
+        if self.model not in served:
+            raise RewardUnavailable(
+                f"reward {name!r}: no model {self.model!r} at {self.url}; model= may be "
+                f"{', '.join(served)}"
+            )
+
+    def ask(
+        self,
+        images: Tensor,
+        questions: Sequence[str],
+        read: Callable[[Choice], Any],
+        **settings: Any,
+    ) -> list[Any]:
+        """read(answer) for each uint8 picture of (B, 3, H, W) and its question, in this order.
+
+        A picture whose question fails gets the exception in its place. settings: of the completion,
+        max_tokens for one.
+        """
+
+        def one(image: Tensor, question: str) -> Any:
+            try:
+                return read(self._complete(image, question, settings))
+            except Exception as error:  # the server's fault or the model's: this sample's alone
+                return error
+
+        return list(self._pool.map(one, images, questions))
+
+    def _complete(self, image: Tensor, question: str, settings: Mapping[str, Any]) -> Choice:
+        url = "data:image/jpeg;base64," + base64.b64encode(jpeg_bytes(image)).decode()
+        content = [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": question},
+        ]
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            **settings,
+        }
+        for attempt in range(self._tries - 1):
+            try:
+                return self._choice(body)
+            except Exception:
+                time.sleep(2**attempt / 2)
+        return self._choice(body)
+
+    def _choice(self, body: Mapping[str, Any]) -> Choice:
+        answer = self._request("POST", "/chat/completions", json=body)
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not isinstance(choices, list) or len(choices) != 1:
+            raise ValueError(f"not one choice in the answer {_short(answer)}")
+        return cast(Choice, choices[0])
+
+    def _request(self, method: str, path: str, **options: Any) -> Any:
+        import requests
+
+        response = requests.request(method, self.url + path, timeout=self._timeout, **options)
+        if response.status_code != 200:
+            raise ValueError(f"HTTP {response.status_code}: {response.text[:100]}")
+        return response.json()
+
+
+def _short(answer: object) -> str:
+    return json.dumps(answer)[:100]
+
+
+def _text_of(choice: Choice) -> str:
+    try:
+        text = choice["message"]["content"]
+    except (KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise ValueError(f"no text in the answer {_short(choice)}")
+    return text
+
+
+# official: the pointwise prompt of CodeGoat24/UnifiedReward (MIT), as flow_grpo@ac4c86e shortens it
+UNIFIED_QUESTION = (
+    "<image>\nYou are given a text caption and a generated image based on that caption. Your task "
+    "is to evaluate this image based on two key criteria:\n1. Alignment with the Caption: Assess "
+    "how well this image aligns with the provided caption. Consider the accuracy of depicted "
+    "objects, their relationships, and attributes as described in the caption.\n2. Overall Image "
+    "Quality: Examine the visual quality of this image, including clarity, detail preservation, "
+    "color accuracy, and overall aesthetic appeal.\nBased on the above criteria, assign a score "
+    "from 1 to 5 after 'Final Score:'.\nYour task is provided as follows:\n"
+    "Text Caption: [{prompt}]"
+)
+FINAL_SCORE = re.compile(
+    r"final\s+score[\s*_`]*(?:\(1-5\))?[\s*_`]*:[\s*_`]*(\d+(?:\.\d+)?)(?![^\W_]|[.,]\d)",
+    re.IGNORECASE,
+)
+YESNO_QUESTION = 'Does this figure show "{prompt}"? Please answer yes or no.'  # 2404.01291
+LLAVA_QUESTION = "Answer concisely: what is going on in this image?"  # ddpo-pytorch@1958463
+VLLM = "vllm serve Qwen/Qwen2.5-VL-7B-Instruct"
+
+
+def parse_final_score(text: str) -> float:
+    """The first number after "Final Score:", in markdown or not; ValueError outside 1..5.
+
+    # differs: official code reads "10" as 1, and "**4**" and "final score: 4" as 0.
+    """
+    match = FINAL_SCORE.search(text)
+    if match is None or not 1 <= float(match[1]) <= 5:
+        raise ValueError(f"no final score in 1..5 in the answer {text[-100:]!r}")
+    return float(match[1])
+
+
+def yes_probability(choice: Choice) -> float:
+    """P(yes) / (P(yes) + P(no)) of the first token, in any case (Flow-Factory@a0b2bc5).
+
+    From the likeliest tokens that the answer lists; ValueError if neither is among them.
+    """
+    weight = {"yes": 0.0, "no": 0.0}
+    try:
+        for token in choice["logprobs"]["content"][0]["top_logprobs"]:
+            word = token["token"].strip().lower()
+            if word in weight:
+                weight[word] += math.exp(token["logprob"])
+    except (KeyError, IndexError, TypeError):
+        raise ValueError(f"no top_logprobs in the answer {_short(choice)}") from None
+    total = sum(weight.values())
+    if total == 0:
+        raise ValueError(f"neither yes nor no among the likeliest tokens: {_short(choice)}")
+    return weight["yes"] / total
+
+
+@register("unifiedreward")
+def _(
+    device: object,
+    dtype: object,
+    url: str | None = None,
+    model: str | None = None,
+    scale: float = 5,
+    workers: int = 16,
+    tries: int = 3,
+    timeout: float = 60,
+) -> Reward:
+    """UnifiedReward's score of 1 to 5 (arXiv 2503.05236) / scale, as flow_grpo@ac4c86e.
+
+    # differs: the picture goes as JPEG in its own size (official: as PNG of 512 px); an answer
+    without a score is NaN (official: 0, below the worst score).
+    """
+    _check_positive("scale", scale)
+    serve = (
+        "python -m sglang.launch_server --model-path CodeGoat24/UnifiedReward-7b-v1.5 "
+        "--chat-template chatml-llava --port 17140"
+    )
+    default = "http://127.0.0.1:17140"
+    judge = Judge("unifiedreward", default, serve, url, model, workers, tries, timeout)
+
+    def score(images: Tensor, prompts: Sequence[str], metas: Sequence[Metadata]) -> list[Any]:
+        questions = [UNIFIED_QUESTION.replace("{prompt}", prompt) for prompt in prompts]
+
+        def read(choice: Choice) -> float:
+            return parse_final_score(_text_of(choice)) / scale
+
+        return judge.ask(images, questions, read, max_tokens=1024)
+
+    return Reward(score, kind="http")
+
+
+@register("vlm_yesno")
+def _(
+    device: object,
+    dtype: object,
+    url: str | None = None,
+    model: str | None = None,
+    question: str = YESNO_QUESTION,
+    workers: int = 16,
+    tries: int = 3,
+    timeout: float = 60,
+) -> Reward:
+    """Probability, 0 to 1, that any vision language model answers yes (VQAScore, arXiv 2404.01291).
+
+    question: {prompt} in it stands for the prompt.
+    """
+    default = "http://127.0.0.1:8000"
+    judge = Judge("vlm_yesno", default, VLLM, url, model, workers, tries, timeout)
+
+    def score(images: Tensor, prompts: Sequence[str], metas: Sequence[Metadata]) -> list[Any]:
+        questions = [question.replace("{prompt}", prompt) for prompt in prompts]
+        return judge.ask(
+            images, questions, yes_probability, max_tokens=1, logprobs=True, top_logprobs=20
+        )
+
+    return Reward(score, kind="http")
+
+
+class BertRecall:
+    """BERTScore's recall (arXiv 1904.09675) by a network of transformers, cut after `layer`.
+
+    Without idf weights and baseline, as bert-score 0.3.13 computes it by default. path: a folder,
+    else the environment variable REWARD_LLAVA_BERTSCORE_PATH, else the hub.
+    """
+
+    def __init__(
+        self, path: str | None, device: str | torch.device, dtype: torch.dtype, layer: int
+    ) -> None:
+        _check_count("layer", layer)
+        hub_id, variable = "microsoft/deberta-xlarge-mnli", "REWARD_LLAVA_BERTSCORE_PATH"
+        source = path or os.environ.get(variable) or hub_id
+        try:
+            from transformers import AutoModel, AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(source, padding_side="right")
+            model = AutoModel.from_pretrained(source, dtype=dtype)
+        except ImportError as error:
+            raise RewardUnavailable(
+                "reward 'llava_bertscore' needs transformers: pip install transformers"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise RewardUnavailable(
+                f"reward 'llava_bertscore' finds no network in {source!r}: hf download {hub_id} "
+                f"(750 M parameters), or give path=, or set {variable} ({_one_line(error)[:100]})"
+            ) from error
+        layers = model.encoder.layer
+        if len(layers) < layer:
+            raise ValueError(f"layer must be 1..{len(layers)} for {source}, got {layer}")
+        model.encoder.layer = layers[:layer]
+        self.model = model.to(device).eval().requires_grad_(False)
+        self._device, self._longest = device, model.config.max_position_embeddings
+
+    def __call__(self, candidates: Sequence[str], references: Sequence[str]) -> list[float]:
+        """B recalls: how much of each reference its candidate says; 0 for an empty candidate."""
+        x, x_mask = self._embed(candidates)  # (B, L, D), (B, L)
+        y, y_mask = self._embed(references)
+        cosine = torch.einsum("bmd,bld->bml", y, x).masked_fill(~x_mask[:, None], -1)
+        inner = y_mask.clone()  # without the two special tokens of the reference
+        inner[:, 0] = False
+        inner[torch.arange(len(inner)), y_mask.sum(1) - 1] = False
+        recall = (cosine.amax(2) * inner).sum(1) / inner.sum(1)
+        return recall.where(x_mask.sum(1) > 2, 0).tolist()
+
+    def _embed(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        tokens = self.tokenizer(
+            [text.strip() for text in texts],
+            padding=True,
+            truncation=True,
+            max_length=self._longest,
+            return_tensors="pt",
+        ).to(self._device)
+        states = self.model(**tokens).last_hidden_state.float()
+        return torch.nn.functional.normalize(states, dim=-1), tokens["attention_mask"].bool()
+
+
+@register("llava_bertscore")
+def _(
+    device: str | torch.device,
+    dtype: torch.dtype,
+    url: str | None = None,
+    model: str | None = None,
+    path: str | None = None,
+    layer: int = 40,
+    workers: int = 16,
+    tries: int = 3,
+    timeout: float = 60,
+) -> Reward:
+    """DDPO's prompt alignment (arXiv 2305.13301): how much of the prompt a model's caption says.
+
+    path, layer: the network of BERTScore and its layer. # differs: any vision language model in
+    place of the LLaVA of 2023, which cannot be installed today; JPEG quality 95 (official: 80).
+    """
+    default = "http://127.0.0.1:8000"
+    judge = Judge("llava_bertscore", default, VLLM, url, model, workers, tries, timeout)
+    recall = BertRecall(path, device, dtype, layer)
+
+    def score(images: Tensor, prompts: Sequence[str], metas: Sequence[Metadata]) -> list[Any]:
+        answers = judge.ask(images, [LLAVA_QUESTION] * len(prompts), _text_of, max_tokens=64)
+        said = [i for i, answer in enumerate(answers) if isinstance(answer, str)]
+        if said:
+            references = [f"The image contains {prompts[i]}" for i in said]
+            recalls = recall([answers[i] for i in said], references)
+            for i, value in zip(said, recalls, strict=True):
+                answers[i] = value
+        return answers
+
+    return Reward(score, kind="http")
 
 
 # --------------------------------------------------------------------------------------------------
