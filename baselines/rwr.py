@@ -251,8 +251,8 @@ def update(
             for rows in share.split(args.micro_batch) if len(share) else ():
                 part = take(c, rows - first), take(batch, rows - first)
                 eps = common.keyed_noise(shape, args.seed, "eps", iteration, rows.tolist(), epoch)
-                visit = (x.to(policy.device) for x in (levels[rows], eps, w[rows]))
-                value, stats = loss(policy, *part, *visit, args)
+                t, eps, weight = (x.to(policy.device) for x in (levels[rows], eps, w[rows]))
+                value, stats = loss(policy, *part, t, eps, weight, args)
                 (ranks.world * len(rows) / len(whole) * value).backward()
                 logs.append({"images": len(rows)} | {k: float(x) for k, x in stats.items()})
             ranks.average_gradients(policy.params)
