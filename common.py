@@ -878,9 +878,9 @@ def refuse_if(bad: bool, flag: str, why: str) -> None:
 
 
 def check_positive(args: Any, *flags: str, zero: tuple[str, ...] = ()) -> None:
-    """Refuse what is not a positive number or None; 0 is allowed for those named in `zero`."""
+    """Refuse what is not absent, None or a positive number; those in `zero` may be 0."""
     for flag in (*flags, *zero):
-        value = getattr(args, flag)
+        value = getattr(args, flag, None)
         bad = value is not None and not (0 < value < math.inf or (value == 0 and flag in zero))
         refuse_if(bad, flag, f"{value} is not a positive number{' or 0' if flag in zero else ''}")
 

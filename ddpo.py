@@ -132,7 +132,7 @@ class Args:
     train_cfg: bool = True
     """update with the guidance of the rollout, through both halves; off: conditional branch only"""
     objective: Literal["ddpo", "dpok"] = "ddpo"
-    """ddpo: PPO's pessimistic clip; dpok: the ratio is clamped whatever the sign of A"""
+    """ddpo: PPO's pessimistic clip; dpok: ratio clamped whatever the sign of A; RWR: baselines/"""
     beta: float = 0.0
     """weight of DPOK's KL: squared difference of the predictions to the base's"""
     p_mix: float = 1.0

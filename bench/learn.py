@@ -35,7 +35,7 @@ class Args:
     """Settings of the benchmark."""
 
     script: str = "flow_grpo"
-    """script to run"""
+    """script to run, or a module: baselines.rwr"""
     seeds: tuple[int, ...] = (0, 1, 2)
     """one run each"""
     minutes: float = 15.0
@@ -79,7 +79,8 @@ def command_line(args: Args, seed: int, folder: str) -> list[str]:
         "out": folder,
     }
     own = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
-    return [sys.executable, f"{args.script}.py", *own, *shlex.split(args.extra)]
+    script = ["-m", args.script] if "." in args.script else [f"{args.script}.py"]
+    return [sys.executable, *script, *own, *shlex.split(args.extra)]
 
 
 def train(command: Sequence[str], folder: Path, minutes: float | None) -> float:
@@ -218,8 +219,8 @@ def main(args: Args) -> None:
     """All seeds in turn, then one file and one table."""
     import torch
 
-    if not (ROOT / f"{args.script}.py").is_file():
-        raise SystemExit(f"--script: no {args.script}.py here")
+    if not (file := ROOT / f"{args.script.replace('.', '/')}.py").is_file():
+        raise SystemExit(f"--script: no {file.relative_to(ROOT)} here")
     if not args.seeds or args.iterations < 0 or not (args.iterations or args.minutes > 0):
         raise SystemExit("--seeds, --minutes, --iterations: need a seed and a positive budget")
     for number in (signal.SIGTERM, signal.SIGHUP):  # no run may outlive the benchmark

@@ -93,6 +93,13 @@ def test_flags_reach_the_script_and_extra_ones_come_last():
     assert command[-4:] == ["--lr", "3e-4", "--P", "3"]
     assert command[command.index("--iterations") + 1] == "7"
     assert command[command.index("--seed") + 1] == "2"
+    command = learn.command_line(replace(args, script="baselines.rwr"), 2, "runs/x")
+    assert command[1:3] == ["-m", "baselines.rwr"]
+
+
+def test_a_script_that_is_not_there_is_refused():
+    with pytest.raises(SystemExit, match=r"^--script: no baselines/ppo\.py here$"):
+        learn.main(learn.Args(script="baselines.ppo"))
 
 
 FAKE_RUN = """

@@ -19,7 +19,7 @@ VECTORS = {v["name"]: v for v in TRAJECTORY["vectors"]} | {v["id"]: v for v in F
 
 # A vector is checked here by the function named after it, or it is someone else's, and why.
 ELSEWHERE = {
-    "rwr sparse masks": "percentile masks belong to ddpo.py (RWR_sparse)",
+    "rwr sparse masks": "the masks of baselines/rwr.py: tests/test_rwr.py",
     "nft_optimum": "DiffusionNFT's own loss: no script of this project implements it",
 }
 TABLES_ELSEWHERE = {"flux512_mu": "the shift of a time grid belongs to Policy.grid"}

@@ -26,6 +26,7 @@ import dgpo
 import flow_grpo
 import rewards
 import vgrpo
+from baselines import rwr
 
 ROOT = Path(__file__).parent.parent
 exact = functools.partial(assert_close, rtol=0, atol=0)
@@ -710,6 +711,7 @@ TWO = {
     flow_grpo: dict(updates=2),
     vgrpo: dict(window=None, updates=None, M=2, t_min=0.0, K=2, clip=0.01, kl_old=0.3, kl_ema=1.0),
     dgpo: dict(window=None, updates=None, M=2, t_min=0.0, clip=0.01, beta=0.1),
+    rwr: dict(window=None, updates=2, epochs=2, inverse_temperature=2.0),
 }
 
 
@@ -725,9 +727,10 @@ def test_two_processes_are_one(script, weights, tmp_path, monkeypatch, no_figure
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    start = ["-m", script.__name__] if "." in script.__name__ else [f"{script.__name__}.py"]
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-         f"--master-port={port}", f"{script.__name__}.py",
+         f"--master-port={port}", *start,
          *command(weights, tmp_path / "two", **flags)],
         cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
