@@ -110,7 +110,7 @@ def stored(script, policy, args, P=2, iteration=0, micro_batch=64, x0=None):
     """A rollout of P prompts by vgrpo or dgpo, in micro-batches: condition and batch."""
     c = policy.encode([PROMPTS[i // args.G % 2] for i in range(P * args.G)])
     c |= {} if x0 is None else {"x0": x0}
-    grid = common.trained_levels(policy.grid(args.T, args.solver), args.t_min, args.t_max, args.M)
+    grid = common.trained_levels(policy.grid(args.T, args.solver), args)
     batch = common.cat_batches(
         script.rollout(policy, part, grid, iteration, indices, args)
         for part, indices in common.micro_batches(c, range(P * args.G), micro_batch)
@@ -181,7 +181,7 @@ def quick(weights, tmp_path, red, monkeypatch):
     import flow_grpo
 
     monkeypatch.setattr(common, "draw_curves", lambda rows, path: Path(path).touch())
-    monkeypatch.setattr(common, "draw_samples", lambda records, names, path: Path(path).touch())
+    monkeypatch.setattr(common, "draw_samples", lambda a, b, path, title: Path(path).touch())
 
     def make(script=flow_grpo, **flags):
         small = dict(

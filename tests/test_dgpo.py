@@ -192,11 +192,7 @@ def test_levels_are_noisy_and_drawn_without_replacement(data):
     M = data.draw(st.integers(1, len(allowed)))
     args = Args(T=n, M=M, G=2, t_min=t_min, share=data.draw(st.sampled_from(["group", "none"])))
     t, eps = dgpo.draw_pairs(
-        BLANK,
-        trained_levels(grid, args.t_min, args.t_max, args.M),
-        data.draw(st.integers(0, 99)),
-        range(6),
-        args,
+        BLANK, trained_levels(grid, args), data.draw(st.integers(0, 99)), range(6), args
     )
     assert t.shape == (6, M)
     assert eps.shape == (6, M, 2, 3, 3)
@@ -210,9 +206,7 @@ def test_every_noisy_level_comes_up_in_any_order():
     grid, args = torch.linspace(1, 0, 11), Args(T=10, M=3, G=2, t_min=0.45, share="none")
     t = torch.cat(
         [
-            dgpo.draw_pairs(
-                BLANK, trained_levels(grid, args.t_min, args.t_max, args.M), i, range(8), args
-            )[0]
+            dgpo.draw_pairs(BLANK, trained_levels(grid, args), i, range(8), args)[0]
             for i in range(40)
         ]
     )
@@ -224,28 +218,20 @@ def test_every_noisy_level_comes_up_in_any_order():
 @pytest.mark.parametrize("share", ["group", "batch", "none"])
 def test_who_shares_the_pairs(share):
     args, grid = Args(T=20, M=4, G=3, t_min=0.1, share=share), torch.linspace(1, 0, 21)
-    drawn = dgpo.draw_pairs(
-        BLANK, trained_levels(grid, args.t_min, args.t_max, args.M), 0, range(9), args
-    )
+    drawn = dgpo.draw_pairs(BLANK, trained_levels(grid, args), 0, range(9), args)
     for x in drawn:
         same = [torch.equal(row, x[0]) for row in x]
         wanted = {"group": [i < 3 for i in range(9)], "batch": [True] * 9}
         assert same == wanted.get(share, [i == 0 for i in range(9)])
     for part in (range(3), range(6, 9), [5], [7, 0]):  # whatever the micro-batch or rank
         exact(
-            dgpo.draw_pairs(
-                BLANK, trained_levels(grid, args.t_min, args.t_max, args.M), 0, part, args
-            ),
+            dgpo.draw_pairs(BLANK, trained_levels(grid, args), 0, part, args),
             tuple(x[list(part)] for x in drawn),
         )
     for other in (dict(seed=1), dict(iteration=1)):
         each = dataclasses.replace(args, seed=other.get("seed", 0))
         t, eps = dgpo.draw_pairs(
-            BLANK,
-            trained_levels(grid, args.t_min, args.t_max, args.M),
-            other.get("iteration", 0),
-            range(9),
-            each,
+            BLANK, trained_levels(grid, args), other.get("iteration", 0), range(9), each
         )
         assert (t != drawn[0]).any()
         assert (eps != drawn[1]).all()
@@ -750,14 +736,17 @@ def test_picture_of_any_size_and_kind_is_fitted(tmp_path):
 
 def test_pairs_may_lie_anywhere(tmp_path):
     path = write_pairs(tmp_path, n=2)
-    rows, fns, weights, pictures = rewards.load_pairs(str(path))
+    stages = [common.Stage(0, None, [], {}, {}), common.Stage(3, None, [], {}, {})]
+    (stage, last), pictures = rewards.load_pairs(str(path), stages)
+    _, _, rows, weights, fns = stage
+    assert (last.first, last.train, last.weights) == (3, rows, weights)
     moved = [
         json.dumps({k: v if k == "prompt" else str(v) for k, v in row.items()}) for row in rows
     ]
     (tmp_path / "elsewhere").mkdir()
     other = tmp_path / "elsewhere" / "pairs.jsonl"
     other.write_text("\n\n".join(moved))  # absolute names, and blank lines
-    assert rewards.load_pairs(str(other))[0] == rows
+    assert rewards.load_pairs(str(other), stages)[0][0].train == rows
     twice = [row for row in rows for _ in range(2)]
     exact(fns["preferred"](torch.zeros(4), [""] * 4, twice), torch.tensor([1.0, 0.0, 1.0, 0.0]))
     assert weights == {"preferred": 1.0}
@@ -787,7 +776,7 @@ def test_bad_files_of_pairs(tmp_path, lines, words):
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
     with pytest.raises(SystemExit, match=rf"^--pairs: [^\n]*pairs.jsonl[^\n]*{words}[^\n]*$"):
-        rewards.load_pairs(str(path))
+        rewards.load_pairs(str(path), [])
 
 
 def test_missing_file_of_pairs_is_refused_before_a_model_is_loaded(
