@@ -714,11 +714,11 @@ def prompt_rows(rows: Sequence[Row], P: int, G: int, seed: int, iteration: int) 
     return [rows[order[i // n][i % n]] for i in picks for _ in range(G)]
 
 
-def trained_levels(grid: Tensor, args: Any) -> Tensor:
+def trained_levels(grid: Tensor, t_min: float, t_max: float, M: int) -> Tensor:
     """The levels within t_min..t_max, never the clean end; refused if too few for M pairs."""
-    levels = grid[:-1][(grid[:-1] >= args.t_min) & (grid[:-1] <= args.t_max)]
-    why = f"{args.M} pairs, but only {len(levels)} noise levels lie in t_min..t_max"
-    refuse_if(len(levels) < args.M, "M", why)
+    levels = grid[:-1][(grid[:-1] >= t_min) & (grid[:-1] <= t_max)]
+    why = f"{M} pairs, but only {len(levels)} noise levels lie in t_min..t_max"
+    refuse_if(len(levels) < M, "M", why)
     return levels
 
 
@@ -1006,8 +1006,8 @@ def override(args: Any, stage: dict[str, Any], check_own: Callable[[Any], None])
 
 def load_stages(args: Any, check_own: Callable[[Any], None],
                 device: str) -> tuple[list[Stage], dict[str, Any], list[Row]]:  # fmt: skip
-    """(stages, one without --curriculum; rewards to evaluate, which can score what follows; held-out
-    rows of --prompts, for all stages). Sets args.iterations. A refusal names stage and field.
+    """(stages, one without --curriculum; rewards to evaluate, which can score what follows; the
+    held-out rows of --prompts). Sets args.iterations. A refusal names stage and field.
     """
     from rewards import check_rows, load_rewards, parse_rewards, read_splits, read_stages, scorable
 

@@ -299,7 +299,7 @@ def main(args: Args) -> None:
     )  # fmt: skip
     optimizer = torch.optim.AdamW(policy.params, lr=args.lr, weight_decay=args.weight_decay)
     ema = common.Ema(policy.params, args.ema)
-    grids = {stage.first: policy.grid(stage.args.T) for stage in stages}
+    grids = {k: policy.grid(a.T) for k, a, *_ in stages}
     histories = {
         k: [
             common.RewardHistory(a.history, a.min_count) for _ in weights if a.baseline == "history"

@@ -400,8 +400,7 @@ def update(
         norm = torch.nn.utils.clip_grad_norm_(policy.params, args.max_grad_norm)
         optimizer.step()
         ema.update()
-        # official: DGPO@01ceb4b and AWM-code@be51372, the same decay
-        policy.remember(min(0.3, 1e-3 * (iteration * args.K + k)))
+        policy.remember(min(0.3, 1e-3 * (iteration * args.K + k)))  # official: DGPO@01ceb4b, AWM
         logs.append(dict(grad_norm=norm.item()))
     return logs
 
@@ -421,7 +420,10 @@ def main(args: Args) -> None:
     )  # fmt: skip
     optimizer = torch.optim.AdamW(policy.params, lr=args.lr, weight_decay=args.weight_decay)
     ema = common.Ema(policy.params, args.ema)
-    grids = {k: common.trained_levels(policy.grid(a.T, a.solver), a) for k, a, *_ in stages}
+    grids = {
+        k: common.trained_levels(policy.grid(a.T, a.solver), a.t_min, a.t_max, a.M)
+        for k, a, *_ in stages
+    }
     policy.remember()
     run = Run(args, SCRIPT, ranks, policy, optimizer, ema, stages)
     with run:

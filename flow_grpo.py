@@ -214,8 +214,7 @@ def check_own(args: Args) -> None:
     T, lo, hi = args.T, args.window_lo, args.window_hi or args.T - 1
     refuse_if(T < 2, "T", f"{T} leaves no trained step; the last step is never trained")
     refuse_if(not 0 <= lo < hi < T, "window-lo/--window-hi", f"{lo}..{hi} outside 0..{T - 1}")
-    too_long = not 0 <= args.window <= hi - lo
-    refuse_if(too_long, "window", f"{args.window} steps do not fit into {lo}..{hi}")
+    refuse_if(not 0 <= args.window <= hi - lo, "window", f"{args.window} steps not in {lo}..{hi}")
     refuse_if(args.sde == "cps" and args.a > 1, "a", f"noise level {args.a} is above 1 for cps")
     refuse_if(args.updates > args.P * args.G, "updates", f"{args.updates} is above P * G images")
     own = ("a", "updates", "window_every", "window_stride", "clip", "train_guidance")
@@ -241,7 +240,6 @@ STEPS = {"sde": common.flow_sde_step, "cps": common.flow_cps_step, "dance": comm
 
 def window_start(iteration: int, args: Args) -> int:
     """First stochastic step of this iteration, between window_lo and window_hi.
-
     random: uniform over whole windows (Flow-GRPO-Fast); frozen: lo; progressive (MixGRPO): `stride`
     further every `every` iterations, back to lo at the end.
     # differs: MixGRPO's window is empty for the last start before it rolls back; ours never is.
@@ -352,7 +350,7 @@ def main(args: Args) -> None:
     )  # fmt: skip
     optimizer = torch.optim.AdamW(policy.params, lr=args.lr, weight_decay=args.weight_decay)
     ema = common.Ema(policy.params, args.ema)
-    grids = {stage.first: policy.grid(stage.args.T) for stage in stages}
+    grids = {k: policy.grid(a.T) for k, a, *_ in stages}
     run = Run(args, SCRIPT, ranks, policy, optimizer, ema, stages)
     with run:
         for iteration in run.iterations():

@@ -110,7 +110,7 @@ def stored(script, policy, args, P=2, iteration=0, micro_batch=64, x0=None):
     """A rollout of P prompts by vgrpo or dgpo, in micro-batches: condition and batch."""
     c = policy.encode([PROMPTS[i // args.G % 2] for i in range(P * args.G)])
     c |= {} if x0 is None else {"x0": x0}
-    grid = common.trained_levels(policy.grid(args.T, args.solver), args)
+    grid = common.trained_levels(policy.grid(args.T, args.solver), args.t_min, args.t_max, args.M)
     batch = common.cat_batches(
         script.rollout(policy, part, grid, iteration, indices, args)
         for part, indices in common.micro_batches(c, range(P * args.G), micro_batch)

@@ -68,6 +68,13 @@ def test_a_shipped_table_is_complete(path, monkeypatch, tmp_path):
             assert own.prompts in PROMPTS
 
 
+def test_the_example_of_the_readme_is_accepted(quick, tmp_path):
+    text = (ROOT / "README.md").read_text()
+    (tmp_path / "stages.json").write_text(text[text.index('{\n "source"') :].partition("```")[0])
+    stages, _, _ = load(quick(vgrpo, curriculum=str(tmp_path / "stages.json")), vgrpo)
+    assert [(s.args.T, s.args.soft_clip) for s in stages] == [(8, 3.0), (8, None)]
+
+
 def stages_of(name):
     return [
         {"K": 1, **stage}

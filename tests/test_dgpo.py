@@ -192,7 +192,11 @@ def test_levels_are_noisy_and_drawn_without_replacement(data):
     M = data.draw(st.integers(1, len(allowed)))
     args = Args(T=n, M=M, G=2, t_min=t_min, share=data.draw(st.sampled_from(["group", "none"])))
     t, eps = dgpo.draw_pairs(
-        BLANK, trained_levels(grid, args), data.draw(st.integers(0, 99)), range(6), args
+        BLANK,
+        trained_levels(grid, args.t_min, args.t_max, args.M),
+        data.draw(st.integers(0, 99)),
+        range(6),
+        args,
     )
     assert t.shape == (6, M)
     assert eps.shape == (6, M, 2, 3, 3)
@@ -206,7 +210,9 @@ def test_every_noisy_level_comes_up_in_any_order():
     grid, args = torch.linspace(1, 0, 11), Args(T=10, M=3, G=2, t_min=0.45, share="none")
     t = torch.cat(
         [
-            dgpo.draw_pairs(BLANK, trained_levels(grid, args), i, range(8), args)[0]
+            dgpo.draw_pairs(
+                BLANK, trained_levels(grid, args.t_min, args.t_max, args.M), i, range(8), args
+            )[0]
             for i in range(40)
         ]
     )
@@ -218,20 +224,28 @@ def test_every_noisy_level_comes_up_in_any_order():
 @pytest.mark.parametrize("share", ["group", "batch", "none"])
 def test_who_shares_the_pairs(share):
     args, grid = Args(T=20, M=4, G=3, t_min=0.1, share=share), torch.linspace(1, 0, 21)
-    drawn = dgpo.draw_pairs(BLANK, trained_levels(grid, args), 0, range(9), args)
+    drawn = dgpo.draw_pairs(
+        BLANK, trained_levels(grid, args.t_min, args.t_max, args.M), 0, range(9), args
+    )
     for x in drawn:
         same = [torch.equal(row, x[0]) for row in x]
         wanted = {"group": [i < 3 for i in range(9)], "batch": [True] * 9}
         assert same == wanted.get(share, [i == 0 for i in range(9)])
     for part in (range(3), range(6, 9), [5], [7, 0]):  # whatever the micro-batch or rank
         exact(
-            dgpo.draw_pairs(BLANK, trained_levels(grid, args), 0, part, args),
+            dgpo.draw_pairs(
+                BLANK, trained_levels(grid, args.t_min, args.t_max, args.M), 0, part, args
+            ),
             tuple(x[list(part)] for x in drawn),
         )
     for other in (dict(seed=1), dict(iteration=1)):
         each = dataclasses.replace(args, seed=other.get("seed", 0))
         t, eps = dgpo.draw_pairs(
-            BLANK, trained_levels(grid, args), other.get("iteration", 0), range(9), each
+            BLANK,
+            trained_levels(grid, args.t_min, args.t_max, args.M),
+            other.get("iteration", 0),
+            range(9),
+            each,
         )
         assert (t != drawn[0]).any()
         assert (eps != drawn[1]).all()

@@ -230,6 +230,6 @@ def test_presets_are_possible(script, model, load):
     script.check_own(args)
     if script is not flow_grpo:
         grid = load("flux" if model == "flux" else "sd15").grid(args.T, args.solver)
-        levels = common.trained_levels(grid, args)
+        levels = common.trained_levels(grid, args.t_min, args.t_max, args.M)
         assert len(levels) >= args.M
         assert model == "flux" or 0.9 < levels.max() <= 0.95

@@ -386,6 +386,19 @@ def test_curves_are_drawn_however_short_the_run(tmp_path, rows):
     assert [p.name for p in tmp_path.iterdir()] == ["curves.png"]
 
 
+def test_curves_show_what_is_watched(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    shown, add = [], Figure.add_subplot
+    monkeypatch.setattr(
+        Figure, "add_subplot", lambda f, *a, **k: shown.append(k["title"]) or add(f, *a, **k)
+    )
+    watched = ["eval/diversity", "eval/kl_ref", "eval/strict", "reward/mean", "stage"]
+    row = dict.fromkeys([*watched, "iteration", "heldout_se", "nfe"], 1.0)
+    common.draw_curves([row], tmp_path / "curves.png")
+    assert shown == watched
+
+
 # ---- whole runs ----
 
 
