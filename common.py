@@ -20,10 +20,11 @@ import signal
 import sys
 import textwrap
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from statistics import fmean
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -811,6 +812,7 @@ def combine_rewards(values: Tensor, weights: Sequence[float], G: int,
 
 
 EVAL_SEED = 0  # the same noise for every script and every --seed, so that runs can be compared
+TWINS = 16  # prompts drawn twice for eval/diversity: the std of the two latents, mean over elements
 SHORT = {"geneval": "strict", "geneval_soft": "soft"}  # eval/strict, eval/soft
 
 
@@ -820,25 +822,34 @@ def evaluate(policy: Policy, rewards: dict[str, Any], rows: Sequence[Row], args:
     """(eval/ means over all `rows`, a record a picture); fixed noise, deterministic sampler."""
     from rewards import score
 
-    records = []
+    records, sampler = [], (args.eval_T, args.eval_guidance, args.solver, p_mix)
     mine = range(ranks.rank, len(rows), ranks.world)  # every prompt exactly once, also when ragged
     for chunk in (mine[i : i + args.micro_batch] for i in range(0, len(mine), args.micro_batch)):
         prompts = [rows[i]["prompt"] for i in chunk]
         c = policy.encode(prompts)
         eps = keyed_noise(policy.latent_shape, EVAL_SEED, "eval", 0, chunk).to(policy.device)
-        x0 = policy.sample(eps, c, args.eval_T, args.eval_guidance, args.solver, p_mix)
+        x0 = policy.sample(eps, c, *sampler)
         images = policy.decode(x0).cpu()
         values = score(rewards, images, [rows[i] for i in chunk]).T.tolist()
         x_t, _ = policy.noised(x0, eps, 0.5)  # kl_ref: how far the policy has left the base
         v = policy.velocity(x_t, 0.5, c)
         with policy.reference():
-            distance = _mean((v - policy.velocity(x_t, 0.5, c)).square()).tolist()
-        columns = dict(index=chunk, prompt=prompts, image=images, values=values, distance=distance)
+            kl = _mean((v - policy.velocity(x_t, 0.5, c)).square()).tolist()
+        spread = [math.nan] * len(chunk)
+        if n := sum(i < TWINS for i in chunk):  # the first of the chunk
+            eps = keyed_noise(policy.latent_shape, EVAL_SEED, "twin", 0, chunk[:n])
+            twins = policy.sample(eps.to(policy.device), take(c, slice(n)), *sampler)
+            spread[:n] = _mean(torch.stack([x0[:n], twins]).std(0)).tolist()
+        columns = dict(index=chunk, prompt=prompts, image=images, values=values, kl=kl, std=spread)
         records += [dict(zip(columns, record)) for record in zip(*columns.values())]
     records = sorted((r for part in ranks.gather(records) for r in part), key=lambda r: r["index"])
-    metrics = {"eval/kl_ref": sum(r["distance"] for r in records) / len(records)}
+    metrics = {"eval/kl_ref": fmean(r["kl"] for r in records)}
+    metrics["eval/diversity"] = fmean(r["std"] for r in records[:TWINS])
     for name, column in zip(rewards, torch.tensor([r["values"] for r in records]).T):
-        metrics[f"eval/{SHORT.get(name, name)}"] = float(column[column.isfinite()].mean())
+        found = column[column.isfinite()]
+        metrics[f"eval/{SHORT.get(name, name)}"] = float(found.mean())
+        if len(found) > 1 and name == (args.heldout_reward or next(iter(rewards))):
+            metrics["heldout_se"] = float(found.std()) / len(found) ** 0.5
     return metrics, records
 
 
@@ -894,6 +905,7 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: s
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--model", default=cls().model)
     first.add_argument("--resume", default=None)
+    first.add_argument("--iterations", default=None)
     given = first.parse_known_args()[0]
     unknown = given.model not in presets
     refuse_if(unknown, "model", f"unknown model {given.model!r}; known: {', '.join(presets)}")
@@ -905,7 +917,9 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: s
         new, name = getattr(args, key), key.replace("_", "-")
         why = f"the run in {given.resume} has --{name} {saved[key]}, not {new}; drop that flag"
         refuse_if(new != saved[key], "resume", why)
+    refuse_if(bool(args.curriculum and given.iterations), "iterations", "the stages have their own")
     names = "+".join(part.partition(":")[0] for part in args.reward.split(","))
+    names = Path(args.curriculum).stem if args.curriculum else names
     args.out = args.resume or args.out or f"runs/{script}-{args.model}-{names}-s{args.seed}"
     return args
 
@@ -954,20 +968,108 @@ def check_args(args: Any) -> None:
     find_weights(args.model, args.weights)
 
 
+# ---- curriculum ----
+
+# What no stage can change: the model, the evaluation (best/ compares its numbers), the files.
+FIXED = {
+    "model", "weights", "heldout_reward", "curriculum", "solver", "lora_r", "lora_alpha", "pairs",
+    "eval_prompts", "eval_guidance", "eval_T", "p_mix", "save_every", "max_fail", "seed", "device",
+    "dtype", "gradient_checkpointing", "compile", "out", "resume", "overwrite", "track",
+}  # fmt: skip
+
+
+class Stage(NamedTuple):
+    """A part of a run: its first iteration, settings, training prompts, weights and rewards."""
+
+    first: int
+    args: Any
+    train: list[Row]
+    weights: dict[str, float]
+    rewards: dict[str, Any]
+
+
+def override(args: Any, stage: dict[str, Any], check_own: Callable[[Any], None]) -> Any:
+    """Args with the fields of a stage; refused, by name, if unknown, fixed or impossible."""
+    kinds = get_type_hints(type(args))
+    free = ", ".join(name for name in kinds if name not in FIXED)
+    for field, value in stage.items():
+        refuse_if(field not in kinds, field, f"no such setting; a stage can set {free}")
+        refuse_if(field in FIXED, field, "cannot change inside a run; give it as a flag")
+        allowed = get_args(kinds[field]) or (kinds[field],)
+        found = value if get_origin(kinds[field]) is Literal else type(value)
+        fits = found in allowed or (found is int and float in allowed)
+        refuse_if(not fits, field, f"{value!r} is not {type(args).__annotations__[field]}")
+    refuse_if(stage.get("iterations", 0) < 1, "iterations", "a stage needs a number of 1 or more")
+    own = dataclasses.replace(args, **stage)
+    check_args(own)
+    check_own(own)
+    return own
+
+
+def load_stages(args: Any, check_own: Callable[[Any], None],
+                device: str) -> tuple[list[Stage], dict[str, Any], list[Row]]:  # fmt: skip
+    """(stages, one without --curriculum; rewards to evaluate, which can score what follows; the
+    held-out rows of --prompts). Sets args.iterations. A refusal names stage and field.
+    """
+    from rewards import check_rows, load_rewards, parse_rewards, read_splits, read_stages, scorable
+
+    stages, heldout, first = list[Stage](), read_splits(args.prompts)[1], 0
+    for where, stage in read_stages(args.curriculum, args.resume):
+        try:
+            own = override(args, stage, check_own) if where else args
+            train = read_splits(own.prompts)[0]
+            stages.append(Stage(first, own, train, parse_rewards(own.reward), {}))
+        except SystemExit as error:  # it names a flag
+            flag, _, why = str(error).partition(": ")
+            field = flag.replace("--", "").replace("-", "_")
+            raise SystemExit(f"{where}, {field}: {why}" if where else error.code) from None
+        first += own.iterations
+    names = [*(name for _, _, _, weights, _ in stages for name in weights), args.heldout_reward]
+    loaded = load_rewards(names, MODELS[args.model].reward_options, device)
+    for _, _, train, weights, rewards in stages:
+        rewards |= {name: loaded[name] for name in weights}
+        check_rows(rewards, train)
+        for number, row in enumerate(train):
+            row["id"] = number
+    args.iterations = first
+    required = [args.heldout_reward] if args.curriculum else loaded
+    return stages, scorable(loaded, heldout, required), heldout
+
+
 # ---- run folder ----
 
-HEALTH = ("clip_fraction", "kl_ref", "grad_norm", "diversity")
-SHOWN = ("reward/mean", "eval/strict", "eval/soft", "clip_fraction", "grad_norm", "seconds")
+HEALTH = ("clip_fraction", "kl_ref", "grad_norm", "diversity", "stage")
+SHOWN = ("stage", "reward/mean", "reward/fail_frac", "eval/strict", "eval/soft", "clip_fraction",
+         "grad_norm", "seconds")  # fmt: skip
+
+
+def decline(rows: Sequence[Row], key: str) -> str:
+    """The warning after the last row, an evaluation, or "": held-out `key` was below its start
+    three times in a row; or three times below its best by more than the standard errors of both
+    (heldout_se), while the training reward of the stage has risen since.
+    """
+    seen, se = [row for row in rows if key in row], "heldout_se"
+    start, best, late = seen[0], max(seen, key=lambda row: row[key]), seen[-3:]
+    since = [row for row in rows[rows.index(best) :] if row.get("stage") == late[-1].get("stage")]
+    reward = [row["reward/mean"] for row in since if "reward/mean" in row]
+    half = len(reward) // 2
+    fell = all(best[key] - r[key] > math.hypot(best.get(se, 0), r.get(se, 0)) for r in late)
+    hacked = fell and half > 0 and fmean(reward[-half:]) > fmean(reward[:half])
+    if not hacked and not all(row[key] < start[key] for row in late):
+        return ""
+    path = f"was {best[key]:.3f} at iteration {best['iteration']} (best/), is {late[-1][key]:.3f}"
+    line = f"WARNING: held-out {key.removeprefix('eval/')} {path}, lower in the last 3 evaluations"
+    return line + (", while the training reward rose: over-optimisation" if hacked else "")
 
 
 class Run:
     """The run folder; as a context manager it leaves curves.png and lora/ however the run ends."""
 
     def __init__(self, args: Any, script: str, ranks: Ranks, policy: Policy, optimizer: Any,
-                 ema: Ema) -> None:  # fmt: skip
-        self.args, self.ranks, self.policy = args, ranks, policy
+                 ema: Ema, stages: Sequence[Stage]) -> None:  # fmt: skip
+        self.args, self.ranks, self.policy, self.stages = args, ranks, policy, stages
         self.histories: Sequence[RewardHistory] = ()
-        self.optimizer, self.ema = optimizer, ema
+        self.optimizer, self.ema, self.started = optimizer, ema, [*stages]
         self.folder, self.writes, self.stop = Path(args.out), ranks.rank == 0, False
         self.done, self.rows, self.wandb = 0, list[dict[str, float]](), None
         if args.resume:
@@ -979,6 +1081,9 @@ class Run:
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
         text = json.dumps({"script": script, **dataclasses.asdict(args)}, indent=1)
         write_atomic(self.folder / "args.json", text)
+        if args.curriculum:  # what --resume reads, whatever becomes of the file
+            table = [{k: v for k, v in vars(s.args).items() if k not in FIXED} for s in stages]
+            write_atomic(self.folder / "curriculum.json", json.dumps({"stages": table}, indent=1))
         lines = "".join(json.dumps(row) + "\n" for row in self.rows)
         write_atomic(self.folder / "metrics.jsonl", lines)
         size = sum(p.numel() for p in policy.params)
@@ -1026,6 +1131,14 @@ class Run:
             if self.stop:
                 break
 
+    def stage(self, iteration: int) -> Stage:
+        """The stage of this iteration; its lr, weight decay and ema hold from now on."""
+        self.started = [stage for stage in self.stages if stage.first <= iteration]
+        stage = self.started[-1]
+        lr, weight_decay, self.ema.cap = stage.args.lr, stage.args.weight_decay, stage.args.ema
+        self.optimizer.param_groups[0].update(lr=lr, weight_decay=weight_decay)
+        return stage
+
     def evaluate(self, iteration: int, rewards: dict[str, Any], rows: Sequence[Row],
                  p_mix: float = 1.0) -> dict[str, float]:  # fmt: skip
         """Evaluate, draw, keep best/ by the held-out reward, warn loudly of a decline."""
@@ -1035,20 +1148,26 @@ class Run:
         if not self.writes:
             return metrics
         name = self.args.heldout_reward or next(iter(rewards))
-        now = metrics[key := f"eval/{SHORT.get(name, name)}"]
-        seen = [row[key] for row in self.rows if key in row]
-        if now > max(seen, default=-math.inf):
+        key, row = f"eval/{SHORT.get(name, name)}", self._row(iteration, metrics)
+        if metrics[key] > max((old[key] for old in self.rows if key in old), default=-math.inf):
             self._save_lora("best")
-        if seen and all(value < seen[0] for value in (*seen[-2:], now)):  # seen[0] is not below
-            line = f"WARNING: held-out {name} was {seen[0]:.3f} at the start and lower in the last "
-            print(line + f"3 evaluations or more, now {now:.3f}", file=sys.stderr, flush=True)
-        draw_samples(records[:18], list(rewards), self.folder / f"samples/{iteration:05d}.png")
-        draw_curves(self.rows, self.folder / "curves.png")
+        if key in row and (line := decline([*self.rows, row], key)):
+            print(line, file=sys.stderr, flush=True)
+        known, sheet = dict(*self.rows[-1:]) | row, self.folder / f"samples/{iteration:05d}.png"
+        shown = ("iteration", "stage", "reward/mean", key, "eval/diversity", "eval/kl_ref")
+        title = " | ".join(f"{k} {known[k]:.3g}" for k in shown if k in known)
+        draw_samples(records[:18], list(rewards), sheet, title)
+        draw_curves([*self.rows, row], self.folder / "curves.png")
         return metrics
+
+    def _row(self, iteration: int, metrics: dict[str, float]) -> Row:
+        stage = {"stage": len(self.started)} if self.args.curriculum else {}
+        finite = {k: v for k, v in metrics.items() if math.isfinite(v)}
+        return {"iteration": iteration, **stage, **finite}
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """Append one strict-JSON line; a number that is not finite is left out."""
-        row = {"iteration": iteration, **{k: v for k, v in metrics.items() if math.isfinite(v)}}
+        row = self._row(iteration, metrics)
         self.rows.append(row)
         if not self.writes:
             return
@@ -1085,7 +1204,8 @@ class Run:
     def _save_lora(self, name: str) -> None:
         keep = ("model", "weights", "guidance", "eval_guidance", "eval_T", "solver", "lora_alpha")
         with self.ema.active():
-            self.policy.save_lora(self.folder / name, **{k: getattr(self.args, k) for k in keep})
+            settings = {k: getattr(self.started[-1].args, k) for k in keep}
+            self.policy.save_lora(self.folder / name, iteration=self.done, **settings)
 
     def finish(self, rewards: dict[str, Any], rows: Sequence[Row], p_mix: float = 1.0) -> None:
         """The last evaluation, unless interrupted, and the lines that use the trained LoRA."""
@@ -1110,12 +1230,13 @@ def write_atomic(path: Path, text: str) -> None:
     tmp.replace(path)
 
 
-def draw_samples(records: Sequence[Row], names: Sequence[str], path: Path) -> None:
-    """A sheet of pictures with the prompt and the rewards under each."""
+def draw_samples(records: Sequence[Row], names: Sequence[str], path: Path, title: str = "") -> None:
+    """A sheet of pictures with the prompt and the rewards under each, and a title line."""
     from matplotlib.figure import Figure
 
     lines = -(-len(records) // 6)
-    figure = Figure(figsize=(10, 2.1 * lines), layout="tight")
+    figure = Figure(figsize=(10, 2.1 * lines + 0.3), layout="tight")
+    figure.suptitle(title, fontsize=9, parse_math=False)
     for k, record in enumerate(records):
         axis = figure.add_subplot(lines, 6, k + 1, xticks=[], yticks=[])
         axis.imshow(record["image"].permute(1, 2, 0).numpy(), interpolation="nearest")

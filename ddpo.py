@@ -32,7 +32,7 @@ from torch import Tensor
 
 import common
 from common import Policy, Ranks, Run, check_positive, refuse_if, take
-from rewards import load_rewards, parse_rewards, read_splits, reward_metrics, score
+from rewards import reward_metrics, score
 
 # ==== 1. Settings =================================================================================
 
@@ -55,6 +55,8 @@ class Args:
     """folder with train.jsonl and heldout.jsonl, or one .jsonl / .txt file for both"""
     iterations: int = 100
     """rollouts"""
+    curriculum: str | None = None
+    """.json of stages that change prompts, reward, iterations and other settings in turn"""
     P: int = 6
     """prompts per iteration"""
     G: int = 16
@@ -289,29 +291,27 @@ def update(
 
 def main(args: Args) -> None:
     """Evaluate -> prompts -> rollout -> reward and advantage -> update -> log, save."""
-    train, heldout = read_splits(args.prompts)
     ranks = Ranks(args.device)
-    weights = parse_rewards(args.reward)
-    options = common.MODELS[args.model].reward_options
-    names = [*weights, args.heldout_reward]
-    watched = load_rewards(names, options, ranks.device, train + heldout)
-    rewards = {name: watched[name] for name in weights}
+    stages, watched, heldout = common.load_stages(args, check_own, ranks.device)
     policy = common.load_policy(
         args.model, args.weights, ranks.device, getattr(torch, args.dtype), args.lora_r,
         args.lora_alpha, args.seed, args.gradient_checkpointing, args.compile,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(policy.params, lr=args.lr, weight_decay=args.weight_decay)
     ema = common.Ema(policy.params, args.ema)
-    grid = policy.grid(args.T)
-    for number, row in enumerate(train):
-        row["id"] = number
-    size = len(weights) if args.baseline == "history" else 0
-    histories = [common.RewardHistory(args.history, args.min_count) for _ in range(size)]
-    run = Run(args, SCRIPT, ranks, policy, optimizer, ema)
-    run.keep(histories)
+    grids = {k: policy.grid(a.T) for k, a, *_ in stages}
+    histories = {
+        k: [
+            common.RewardHistory(a.history, a.min_count) for _ in weights if a.baseline == "history"
+        ]
+        for k, a, _, weights, _ in stages
+    }
+    run = Run(args, SCRIPT, ranks, policy, optimizer, ema, stages)
+    run.keep([history for stage in histories.values() for history in stage])
     with run:
         for iteration in run.iterations():
             start, metrics = time.time(), dict[str, float]()
+            first, args, train, weights, rewards = run.stage(iteration)
             if iteration % args.eval_every == 0:
                 metrics |= run.evaluate(iteration, watched, heldout, args.p_mix)
 
@@ -323,7 +323,7 @@ def main(args: Args) -> None:
             c = policy.encode([row["prompt"] for row in rows])
             policy.calls = 0
             batch = common.cat_batches(
-                rollout(policy, part, grid, iteration, indices, args)
+                rollout(policy, part, grids[first], iteration, indices, args)
                 for part, indices in common.micro_batches(c, mine, args.micro_batch)
             )
             images = torch.cat(
@@ -336,7 +336,7 @@ def main(args: Args) -> None:
             metrics |= reward_metrics(weights, everyone, args.max_fail)
             A = common.combine_rewards(
                 everyone, list(weights.values()), args.G, args.combine, args.adv_std, args.adv_clip,
-                histories, ids,
+                histories[first], ids,
             )[mine.start : mine.stop]  # fmt: skip
             valid = values.isfinite().all(0)
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 import common
 from common import Policy, Ranks, Run, check_positive, refuse_if, take
-from rewards import load_rewards, parse_rewards, read_splits, reward_metrics, score
+from rewards import reward_metrics, score
 
 # ==== 1. Settings =================================================================================
 
@@ -55,6 +55,8 @@ class Args:
     """folder with train.jsonl and heldout.jsonl, or one .jsonl / .txt file for both"""
     iterations: int = 100
     """rollouts"""
+    curriculum: str | None = None
+    """.json of stages that change prompts, reward, iterations and other settings in turn"""
     P: int = 6
     """prompts per iteration"""
     G: int = 16
@@ -212,8 +214,7 @@ def check_own(args: Args) -> None:
     T, lo, hi = args.T, args.window_lo, args.window_hi or args.T - 1
     refuse_if(T < 2, "T", f"{T} leaves no trained step; the last step is never trained")
     refuse_if(not 0 <= lo < hi < T, "window-lo/--window-hi", f"{lo}..{hi} outside 0..{T - 1}")
-    too_long = not 0 <= args.window <= hi - lo
-    refuse_if(too_long, "window", f"{args.window} steps do not fit into {lo}..{hi}")
+    refuse_if(not 0 <= args.window <= hi - lo, "window", f"{args.window} steps not in {lo}..{hi}")
     refuse_if(args.sde == "cps" and args.a > 1, "a", f"noise level {args.a} is above 1 for cps")
     refuse_if(args.updates > args.P * args.G, "updates", f"{args.updates} is above P * G images")
     own = ("a", "updates", "window_every", "window_stride", "clip", "train_guidance")
@@ -239,7 +240,6 @@ STEPS = {"sde": common.flow_sde_step, "cps": common.flow_cps_step, "dance": comm
 
 def window_start(iteration: int, args: Args) -> int:
     """First stochastic step of this iteration, between window_lo and window_hi.
-
     random: uniform over whole windows (Flow-GRPO-Fast); frozen: lo; progressive (MixGRPO): `stride`
     further every `every` iterations, back to lo at the end.
     # differs: MixGRPO's window is empty for the last start before it rolls back; ours never is.
@@ -342,24 +342,20 @@ def update(
 
 def main(args: Args) -> None:
     """Evaluate -> prompts -> rollout -> reward and advantage -> update -> log, save."""
-    train, heldout = read_splits(args.prompts)
     ranks = Ranks(args.device)
-    weights = parse_rewards(args.reward)
-    options = common.MODELS[args.model].reward_options
-    names = [*weights, args.heldout_reward]
-    watched = load_rewards(names, options, ranks.device, train + heldout)
-    rewards = {name: watched[name] for name in weights}
+    stages, watched, heldout = common.load_stages(args, check_own, ranks.device)
     policy = common.load_policy(
         args.model, args.weights, ranks.device, getattr(torch, args.dtype), args.lora_r,
         args.lora_alpha, args.seed, args.gradient_checkpointing, args.compile,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(policy.params, lr=args.lr, weight_decay=args.weight_decay)
     ema = common.Ema(policy.params, args.ema)
-    grid = policy.grid(args.T)
-    run = Run(args, SCRIPT, ranks, policy, optimizer, ema)
+    grids = {k: policy.grid(a.T) for k, a, *_ in stages}
+    run = Run(args, SCRIPT, ranks, policy, optimizer, ema, stages)
     with run:
         for iteration in run.iterations():
             start, metrics = time.time(), dict[str, float]()
+            first, args, train, weights, rewards = run.stage(iteration)
             if iteration % args.eval_every == 0:
                 metrics |= run.evaluate(iteration, watched, heldout, args.p_mix)
 
@@ -370,7 +366,7 @@ def main(args: Args) -> None:
             c = policy.encode([row["prompt"] for row in rows])
             policy.calls = 0
             batch = common.cat_batches(
-                rollout(policy, part, grid, iteration, indices, args)
+                rollout(policy, part, grids[first], iteration, indices, args)
                 for part, indices in common.micro_batches(c, mine, args.micro_batch)
             )
             images = torch.cat(

@@ -1016,10 +1016,30 @@ def read_splits(path: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return train, heldout
 
 
-def load_pairs(path: str) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, float], Any]:
+def read_stages(curriculum: str | None, resumed: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """(file and stage, fields of Args) of every stage of a curriculum, from its copy in the run
+    folder `resumed` if there is one; [("", {})] without a curriculum. SystemExit in one line.
+    """
+    if not curriculum:
+        return [("", {})]
+    file = Path(resumed, "curriculum.json") if resumed else Path(curriculum)
+    try:
+        table = json.loads(file.read_text())
+        stages = [{**table.get("all", {}), **stage} for stage in table["stages"]]
+        if not stages or table.keys() - {"source", "all", "stages"}:
+            raise ValueError(f"keys {[*table]}, {len(stages)} stages")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        form = '{"source": "...", "all": {SETTINGS}, "stages": [{"iterations": 10, SETTINGS}, ...]}'
+        raise SystemExit(f"--curriculum: {file}: {error!r}; it should hold {form}") from None
+    names = [f"stage {n} {stage.pop('name', '')}".strip() for n, stage in enumerate(stages, 1)]
+    return [(f"--curriculum: {file}, {name}", stage) for name, stage in zip(names, stages)]
+
+
+def load_pairs(path: str, stages: Sequence[Any]) -> tuple[list[Any], Any]:
     """Offline preferences: lines of "prompt" and two image files, "winner" and "loser", absolute or
-    beside the file -> (rows, reward 1 or 0, its weight, pair_images), or one line that names
-    the faulty line and field. Every row is used twice in turn: as the winner, then as the loser.
+    beside the file -> (the stages of the run with these rows and a reward of 1 or 0, pair_images),
+    or one line that names the faulty line and field. Every row is used twice in turn: as the
+    winner, then as the loser.
     """
     folder, where = Path(path).parent, f"--pairs: {path}"
     try:
@@ -1038,8 +1058,8 @@ def load_pairs(path: str) -> tuple[list[dict[str, Any]], dict[str, Any], dict[st
     def preferred(images: Tensor, prompts: Sequence[str], rows: Sequence[Metadata]) -> Tensor:
         return (torch.arange(len(images)) + 1) % 2.0
 
-    rows = [row for _, row in numbered]
-    return rows, {"preferred": preferred}, {"preferred": 1.0}, pair_images
+    new = dict(train=[row for _, row in numbered], weights={"preferred": 1.0})
+    return [s._replace(**new, rewards={"preferred": preferred}) for s in stages], pair_images
 
 
 def pair_images(rows: Sequence[Metadata], side: int) -> Tensor:
@@ -1100,12 +1120,37 @@ def load_rewards(
         except RewardUnavailable as error:
             raise SystemExit(f"--reward {name}: {error}") from None
         out[name].self_test()
+    check_rows(out, rows)
+    return out
+
+
+def check_rows(rewards: Mapping[str, Reward], rows: Sequence[Metadata]) -> None:
+    """SystemExit in one line if a prompt row lacks what one of these rewards needs."""
+    for name, reward in rewards.items():
         for row in rows:
             try:
-                out[name].check(row)
+                reward.check(row)
             except ValueError as error:
                 why = f"{row['prompt']!r} is no prompt for the reward {name}: {error}"
                 raise SystemExit(f"--prompts: {why}") from None
+
+
+def scorable(
+    rewards: Mapping[str, Reward], rows: Sequence[Metadata], required: Iterable[str | None]
+) -> dict[str, Reward]:
+    """Those of the rewards that can score all these rows; SystemExit if that leaves out a required
+    one, or all.
+    """
+    out = {}
+    for name, reward in rewards.items():
+        try:
+            check_rows({name: reward}, rows)
+            out[name] = reward
+        except SystemExit:
+            if name in required:
+                raise
+    if not out:
+        raise SystemExit("--heldout-reward: none, and --prompts suit no reward of a stage")
     return out
 
 
@@ -1121,8 +1166,9 @@ def reward_metrics(
     """Means of the rewards (N, B) and the share that failed; SystemExit where that is too large."""
     failed = float((~values.isfinite()).any(0).float().mean())
     if failed > max_fail:
+        names = [n for n, v in zip(weights, values) if not v.isfinite().all()]
         raise SystemExit(
-            f"--max-fail: {failed:.0%} of the samples of one iteration got no {'+'.join(weights)} "
+            f"--max-fail: {failed:.0%} of the samples of one iteration got no {'+'.join(names)} "
             f"reward, above {max_fail:.0%}; the warnings above say why"
         )
     out = {f"reward/{n}": float(v[v.isfinite()].mean()) for n, v in zip(weights, values)}

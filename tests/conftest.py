@@ -181,7 +181,7 @@ def quick(weights, tmp_path, red, monkeypatch):
     import flow_grpo
 
     monkeypatch.setattr(common, "draw_curves", lambda rows, path: Path(path).touch())
-    monkeypatch.setattr(common, "draw_samples", lambda records, names, path: Path(path).touch())
+    monkeypatch.setattr(common, "draw_samples", lambda a, b, path, title: Path(path).touch())
 
     def make(script=flow_grpo, **flags):
         small = dict(

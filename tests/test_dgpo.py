@@ -750,14 +750,17 @@ def test_picture_of_any_size_and_kind_is_fitted(tmp_path):
 
 def test_pairs_may_lie_anywhere(tmp_path):
     path = write_pairs(tmp_path, n=2)
-    rows, fns, weights, pictures = rewards.load_pairs(str(path))
+    stages = [common.Stage(0, None, [], {}, {}), common.Stage(3, None, [], {}, {})]
+    (stage, last), pictures = rewards.load_pairs(str(path), stages)
+    _, _, rows, weights, fns = stage
+    assert (last.first, last.train, last.weights) == (3, rows, weights)
     moved = [
         json.dumps({k: v if k == "prompt" else str(v) for k, v in row.items()}) for row in rows
     ]
     (tmp_path / "elsewhere").mkdir()
     other = tmp_path / "elsewhere" / "pairs.jsonl"
     other.write_text("\n\n".join(moved))  # absolute names, and blank lines
-    assert rewards.load_pairs(str(other))[0] == rows
+    assert rewards.load_pairs(str(other), stages)[0][0].train == rows
     twice = [row for row in rows for _ in range(2)]
     exact(fns["preferred"](torch.zeros(4), [""] * 4, twice), torch.tensor([1.0, 0.0, 1.0, 0.0]))
     assert weights == {"preferred": 1.0}
@@ -787,7 +790,7 @@ def test_bad_files_of_pairs(tmp_path, lines, words):
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
     with pytest.raises(SystemExit, match=rf"^--pairs: [^\n]*pairs.jsonl[^\n]*{words}[^\n]*$"):
-        rewards.load_pairs(str(path))
+        rewards.load_pairs(str(path), [])
 
 
 def test_missing_file_of_pairs_is_refused_before_a_model_is_loaded(

@@ -163,7 +163,7 @@ def test_a_run_trains_and_resumes(script, family, load, tmp_path, red, monkeypat
         assert "sd15" not in flow_grpo.PRESETS  # an SDE of a flow; ddpo.py steps eps models
         return
     monkeypatch.setattr(common, "draw_curves", lambda rows, path: path.touch())
-    monkeypatch.setattr(common, "draw_samples", lambda records, names, path: path.touch())
+    monkeypatch.setattr(common, "draw_samples", lambda a, b, path, title: path.touch())
     small = dict(
         model=family, weights=load.folders[family], reward=red, heldout_reward=None, P=1, G=2, T=4,
         micro_batch=2, lora_r=4, lora_alpha=8, eval_prompts=2, eval_T=2, device="cpu", K=1, M=2,

@@ -195,6 +195,8 @@ def test_evaluation_scores_every_prompt_once(policy, quick, size):
     wanted = rewards.score(fns, images, rows).mean().item()
     assert metrics["eval/red"] == pytest.approx(wanted, abs=0.2)
     assert metrics["eval/kl_ref"] > 0
+    values = rewards.score(fns, torch.stack([r["image"] for r in records]), rows)[0]
+    assert metrics["heldout_se"] == pytest.approx(float(values.std()) / 5**0.5)
     other = dataclasses.replace(args, seed=7)
     assert common.evaluate(policy, fns, rows, other, common.Ranks("cpu"))[0] == metrics
 
@@ -219,6 +221,80 @@ def test_evaluation_of_the_base_has_no_distance(make_policy, quick):
     fns = {"red": rewards.make_reward("red")}
     metrics, _ = common.evaluate(policy, fns, [{"prompt": "x"}], quick(), common.Ranks("cpu"))
     assert metrics["eval/kl_ref"] == 0
+
+
+@pytest.mark.parametrize("size", [2, 64])
+def test_diversity_is_the_spread_of_two_pictures_of_one_prompt(policy, quick, size, monkeypatch):
+    monkeypatch.setattr(common, "TWINS", 3)
+    rows = [{"prompt": p} for p in ("a circle", "two squares", "a red circle", "x", "y")]
+    args = quick(micro_batch=size, eval_T=3, eval_guidance=2.0)
+    fns = {"red": rewards.make_reward("red")}
+    metrics, _ = common.evaluate(policy, fns, rows, args, common.Ranks("cpu"))
+    c = policy.encode([row["prompt"] for row in rows[:3]])
+    shape = policy.latent_shape
+    one, two = (
+        policy.sample(common.keyed_noise(shape, 0, name, 0, range(3)), c, 3, 2.0)
+        for name in ("eval", "twin")
+    )
+    wanted = (one - two).abs().mean() / 2**0.5  # the std of two numbers, n - 1
+    assert metrics["eval/diversity"] == pytest.approx(float(wanted), rel=1e-3)
+
+
+def test_a_collapsed_policy_has_no_diversity(policy, quick, monkeypatch):
+    monkeypatch.setattr(policy, "sample", lambda eps, *inputs: torch.ones_like(eps))
+    fns = {"red": rewards.make_reward("red")}
+    metrics, _ = common.evaluate(policy, fns, [{"prompt": "x"}] * 3, quick(), common.Ranks("cpu"))
+    assert metrics["eval/diversity"] == 0
+
+
+# ---- watching ----
+
+
+def history(trained, heldout, se=0.0, stages=None):
+    """Rows of a run with one training iteration between evaluations, the last row without it."""
+    rows = []
+    for i, (reward, value) in enumerate(zip(trained, heldout, strict=True)):
+        row = {"iteration": i, "reward/mean": reward, "eval/strict": value, "heldout_se": se}
+        rows.append(row | ({"stage": stages[i]} if stages else {}))
+    del rows[-1]["reward/mean"]
+    return rows
+
+
+RISING, FALLING = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("trained", "heldout", "settings", "hacked"),
+    [
+        (RISING, [0.4, 0.6, 0.7, 0.5, 0.5, 0.5], {}, True),
+        (RISING, [0.4, 0.6, 0.7, 0.5, 0.5, 0.5], dict(se=0.1), True),  # sqrt(2) se = 0.14 < 0.2
+        (RISING, [0.4, 0.6, 0.7, 0.5, 0.5, 0.5], dict(se=0.15), None),  # within the noise
+        (FALLING, [0.4, 0.6, 0.7, 0.5, 0.5, 0.5], {}, None),  # not hacked: both fall
+        (RISING, [0.4, 0.6, 0.7, 0.5, 0.5, 0.7], {}, None),  # back at its best
+        (RISING, [0.4, 0.6, 0.6, 0.7, 0.5, 0.5], {}, None),  # two evaluations only
+        (RISING, [0.4, 0.5, 0.6, 0.7, 0.8, 0.9], {}, None),
+        (FALLING, [0.4, 0.6, 0.5, 0.3, 0.3, 0.3], {}, False),  # below the start
+        (RISING, [0.4, 0.3, 0.3, 0.3, 0.3, 0.2], {}, True),
+        # rewards of different stages are not compared: 1 -> 9 is no rise, 9 -> 8 a fall
+        ([*RISING[:3], 9.0, 8.0, 0], [0.4, 0.7, 0.5, 0.5, 0.5, 0.5], dict(stages="111222"), None),
+        ([*RISING[:3], 8.0, 9.0, 0], [0.4, 0.7, 0.5, 0.5, 0.5, 0.5], dict(stages="111222"), True),
+    ],
+)
+def test_decline(trained, heldout, settings, hacked):
+    line = common.decline(history(trained, heldout, **settings), "eval/strict")
+    assert bool(line) == (hacked is not None), line
+    assert ("over-optimisation" in line) == bool(hacked)
+    if line:
+        best = max(heldout)
+        assert line.startswith(f"WARNING: held-out strict was {best:.3f} at iteration ")
+        assert f"iteration {heldout.index(best)} (best/), is {heldout[-1]:.3f}" in line
+
+
+def test_decline_skips_what_was_not_measured():
+    rows = history(RISING, [0.4, 0.6, 0.7, 0.5, 0.5, 0.5])
+    del rows[3]["eval/strict"], rows[4]["reward/mean"]
+    assert common.decline(rows, "eval/strict") == ""  # two evaluations since the best
+    assert common.decline(rows[:1], "eval/strict") == ""
 
 
 # ---- moving average ----
@@ -298,6 +374,8 @@ def test_pictures_are_drawn_whatever_the_prompt_says(tmp_path):
     records = [dict(prompt=p, image=torch.rand(3, 8, 8), values=[0.5, math.nan]) for p in prompts]
     common.draw_samples(records, ["geneval", "red"], tmp_path / "sheet.png")
     assert (tmp_path / "sheet.png").stat().st_size > 1000
+    common.draw_samples(records, ["geneval", "red"], tmp_path / "titled.png", "$5 | strict 0.4")
+    assert (tmp_path / "titled.png").read_bytes() != (tmp_path / "sheet.png").read_bytes()
 
 
 @pytest.mark.filterwarnings("error")
@@ -307,6 +385,19 @@ def test_pictures_are_drawn_whatever_the_prompt_says(tmp_path):
 def test_curves_are_drawn_however_short_the_run(tmp_path, rows):
     common.draw_curves(rows, tmp_path / "curves.png")
     assert [p.name for p in tmp_path.iterdir()] == ["curves.png"]
+
+
+def test_curves_show_what_is_watched(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    shown, add = [], Figure.add_subplot
+    monkeypatch.setattr(
+        Figure, "add_subplot", lambda f, *a, **k: shown.append(k["title"]) or add(f, *a, **k)
+    )
+    watched = ["eval/diversity", "eval/kl_ref", "eval/strict", "reward/mean", "stage"]
+    row = dict.fromkeys([*watched, "iteration", "heldout_se", "nfe"], 1.0)
+    common.draw_curves([row], tmp_path / "curves.png")
+    assert shown == watched
 
 
 # ---- whole runs ----
@@ -363,7 +454,7 @@ def launch(monkeypatch, argv, script=flow_grpo):
 @pytest.fixture
 def no_figures(monkeypatch):
     monkeypatch.setattr(common, "draw_curves", lambda rows, path: Path(path).touch())
-    monkeypatch.setattr(common, "draw_samples", lambda records, names, path: Path(path).touch())
+    monkeypatch.setattr(common, "draw_samples", lambda a, b, path, title: Path(path).touch())
 
 
 @pytest.fixture(scope="module")
@@ -387,6 +478,7 @@ def test_the_run_folder_is_complete(whole_run, weights):
         settings = json.loads((whole_run / name / "settings.json").read_text())
         assert settings["guidance"] == settings["eval_guidance"] == 1
         assert settings["weights"] == weights
+        assert settings["iteration"] in ((4,) if name == "lora" else (0, 2, 4))
     args = json.loads((whole_run / "args.json").read_text())
     assert args["script"] == "flow_grpo"
     assert args.keys() - {"script"} == {f.name for f in dataclasses.fields(flow_grpo.Args)}
@@ -400,7 +492,7 @@ def test_metrics(whole_run):
         "log_rho_max", "grad_norm", "nfe", "seconds", "diversity",
     }  # fmt: skip
     assert all(each <= row.keys() for row in rows[:4])
-    evaluated = {"eval/jpeg_compressibility", "eval/kl_ref"}
+    evaluated = {"eval/jpeg_compressibility", "eval/kl_ref", "eval/diversity", "heldout_se"}
     assert [evaluated <= row.keys() for row in rows] == [True, False, True, False, True]
     assert all("kl_ref" not in row for row in rows)  # beta is 0: it does not exist
     assert rows[0]["eval/kl_ref"] == 0
@@ -613,6 +705,7 @@ def test_best_follows_the_held_out_reward(quick, tmp_path, monkeypatch):
     exact(lora(two.out, "best"), lora(one.out))
     assert differ(lora(two.out).values(), lora(one.out).values())
     assert [row["eval/peak"] for row in read(two.out)] == [1, 3, 2]
+    assert json.loads((Path(two.out) / "best/settings.json").read_text())["iteration"] == 1
 
 
 def test_geneval_end_to_end(quick):
@@ -665,6 +758,36 @@ def test_one_failed_sample_is_masked_and_counted(quick, monkeypatch, caplog, bet
     assert "1 of 6 samples not scored" in caplog.text
 
 
+@pytest.mark.parametrize("combine", ["advantage", "reward"])
+def test_a_sample_that_one_of_two_rewards_failed_is_masked(quick, monkeypatch, capsys, combine):
+    name = failing(monkeypatch, lambda call, i: call == 2 and i == 3)
+    args = quick(reward=f"red:1,{name}:2", combine=combine, P=2, G=3, micro_batch=6)
+    updated, original = [], flow_grpo.update
+
+    def update(*inputs):
+        updated.append((inputs[5], inputs[6]))
+        return original(*inputs)
+
+    monkeypatch.setattr(flow_grpo, "update", update)
+    flow_grpo.main(args)
+    ((A, valid),) = updated
+    assert valid.tolist() == [True] * 3 + [False, True, True]
+    assert A[3] == 0
+    assert (A[[0, 1, 2, 4, 5]] != 0).all()
+    row = read(args.out)[0]
+    assert row["reward/fail_frac"] == pytest.approx(1 / 6)
+    assert row["reward/red"] != row["reward/flaky"]  # one mean has six samples, one has five
+    assert row["reward/mean"] == pytest.approx(row["reward/red"] + 2 * row["reward/flaky"])
+    assert row["grad_norm"] > 0
+    assert "reward/fail_frac 0.1667" in capsys.readouterr().out
+
+
+def test_the_line_names_the_reward_that_failed(quick, monkeypatch):
+    name = failing(monkeypatch, lambda call, i: call > 1)
+    with pytest.raises(SystemExit, match=r"^--max-fail: 100% [^\n]* no flaky reward[^\n]*$"):
+        flow_grpo.main(quick(reward=f"red:1,{name}:2"))
+
+
 def test_too_many_failures_stop_with_one_line(quick, monkeypatch):
     name = failing(monkeypatch, lambda call, i: call > 2 and i < 2)
     args = quick(reward=name, P=2, G=3, micro_batch=6, iterations=5, max_fail=0.3)
@@ -701,6 +824,29 @@ def test_a_decline_is_warned_of(quick, monkeypatch, capsys):
     monkeypatch.setitem(rewards.REWARDS, "falling", factory)
     flow_grpo.main(quick(heldout_reward="falling", iterations=4, eval_every=1))
     assert capsys.readouterr().err.count("WARNING: held-out falling") == 2
+
+
+def test_over_optimisation_is_seen(quick, monkeypatch, capsys):
+    """The reward in training rises, the held-out one rises and falls: a warning, and best/ before."""
+    values = {"up": iter(range(100)), "peak": iter([1.0, 3.0, 2.0, 2.0, 1.0])}
+    for name, v in values.items():
+
+        def factory(device, dtype, v=v):
+            return rewards.Reward(lambda images, prompts, metas: [float(next(v))] * len(images))
+
+        monkeypatch.setitem(rewards.REWARDS, name, factory)
+    titles = []
+    monkeypatch.setattr(common, "draw_samples", lambda a, b, path, title: titles.append(title))
+    args = quick(reward="up", heldout_reward="peak", iterations=4, eval_every=1)
+    flow_grpo.main(args)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+    assert line.endswith("training reward rose: over-optimisation")
+    assert "was 3.000 at iteration 1 (best/), is 1.000" in line
+    assert json.loads((Path(args.out) / "best/settings.json").read_text())["iteration"] == 1
+    assert titles[0].startswith("iteration 0 | eval/peak 1 | eval/diversity ")
+    assert titles[-1].startswith("iteration 4 | reward/mean ")
+    assert " | eval/peak 1 | eval/diversity " in titles[-1]
+    assert " | eval/kl_ref " in titles[-1]
 
 
 # ---- several processes ----
@@ -745,7 +891,8 @@ def test_two_processes_are_one(script, weights, tmp_path, monkeypatch, no_figure
     for a, b in zip(*rows, strict=True):
         assert a.keys() == b.keys()
         for key, value in a.items():
-            atol = 0.02 if "jpeg" in key or "reward" in key else 1e-5  # kB: whole bytes flip
+            kilobytes = "jpeg" in key or "reward" in key or key == "heldout_se"
+            atol = 0.02 if kilobytes else 1e-5  # whole bytes flip
             assert b[key] == pytest.approx(value, rel=1e-4, abs=atol), key
     assert run.stdout.count("trained parameters") == 1  # one rank speaks
 
@@ -993,7 +1140,7 @@ EVALUATION = {
 # Flags with a test of their own, and the ones that change speed, memory or files only.
 ELSEWHERE = {
     "model", "weights", "micro_batch", "eval_every", "save_every", "max_fail", "device",
-    "gradient_checkpointing", "compile", "out", "resume", "overwrite", "track",
+    "gradient_checkpointing", "compile", "out", "resume", "overwrite", "track", "curriculum",
 }  # fmt: skip
 
 
