@@ -46,12 +46,15 @@ def test_the_stock_class_loads_sd_in_fp32_with_the_noise_schedule_of_stable_diff
     assert isinstance(pipe.scheduler, DDIMScheduler)
     config = pipe.scheduler.config
     assert (config.beta_schedule, config.steps_offset) == ("scaled_linear", 1)
-    assert not config.set_alpha_to_one and not config.clip_sample
+    assert not config.set_alpha_to_one
+    assert not config.clip_sample
     assert config.prediction_type == "epsilon"
     abar = pipe.scheduler.alphas_cumprod  # of SD 1.x: known to every table of its noise levels
     assert abar[0].item() == pytest.approx(0.99915, abs=1e-6)
     assert abar[-1].item() == pytest.approx(0.004660, abs=1e-6)
-    images = pipe("a red circle", num_inference_steps=2, guidance_scale=1.0, output_type="pt").images
+    images = pipe(
+        "a red circle", num_inference_steps=2, guidance_scale=1.0, output_type="pt"
+    ).images
     assert images.shape == (1, 3, 64, 64)
 
 
