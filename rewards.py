@@ -576,9 +576,12 @@ def checkpoint(
             where = Path(
                 hub.snapshot_download(hub_id, allow_patterns=list(files), local_files_only=cached)
             )
-            return next(where.glob(one)) if one else next(where.glob(files[-1])).parent
         except Exception as error:  # not in the cache, no network, no such repository, ...
             failure = error
+            continue
+        for found in where.glob(files[-1]):
+            return found if one else where
+        failure = FileNotFoundError(files[-1])
     raise RewardUnavailable(
         f"reward {name!r} needs {hub_id} ({size}): `{_download(hub_id, files)}`, or give"
         f" {option}={'FILE' if one else 'FOLDER'}, or set {variable} ({type(failure).__name__})"
@@ -675,7 +678,8 @@ def clip_pixels(images: Tensor, side: int) -> Tensor:
     from torchvision.transforms.v2 import functional as F
 
     images = F.resize(images, [side], InterpolationMode.BICUBIC, antialias=True)
-    images = F.center_crop(images, [side, side])
+    top, left = (images.shape[2] - side) // 2, (images.shape[3] - side) // 2
+    images = images[:, :, top : top + side, left : left + side]
     return F.normalize(images.float() / 255, CLIP_MEAN, CLIP_STD)
 
 
@@ -832,7 +836,7 @@ OPEN_CLIP_NAMES = [  # open_clip -> transformers, in this order
 
 
 def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of an open_clip ViT under the names, and in the layout, of transformers' CLIPModel."""
+    """Weights of an open_clip ViT under the names and in the layout of transformers' CLIPModel."""
     out = {}
     for old, value in state.items():
         key = _rename(old, OPEN_CLIP_NAMES)
@@ -912,8 +916,8 @@ def _(
     antialias: bool = True,
     scale: float = 1,
 ) -> Reward:
-    """Human Preference Score v2, cosine / scale, about 0.2 to 0.35 (arXiv 2306.09341). path: its .pt
-    file; tokenizer: any CLIP's. antialias=False resizes as in 2023, before torchvision 0.17.
+    """Human Preference Score v2, cosine / scale, about 0.2 to 0.35 (arXiv 2306.09341). path: its
+    .pt file; tokenizer: any CLIP's. antialias=False resizes as in 2023, before torchvision 0.17.
     """
     _check_scale(scale)
     if version not in HPS_FILES:
@@ -1032,7 +1036,9 @@ class ImageRewardModel:
 
 @register("imagereward")
 def _(device: Any, dtype: Any, path: str | None = None, tokenizer: str | None = None) -> Reward:
-    """ImageReward v1.0, about -2.3 to 2 (arXiv 2304.05977). path: ImageReward.pt; tokenizer: BERT's."""
+    """ImageReward v1.0, about -2.3 to 2 (class ImageRewardModel). path: ImageReward.pt; tokenizer:
+    BERT's, uncased.
+    """
     file = checkpoint(
         "imagereward", "zai-org/ImageReward", "1.8 GB", path, files=["ImageReward.pt"]
     )

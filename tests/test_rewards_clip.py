@@ -100,7 +100,7 @@ DOG = OBJECTS.index("dog")
 
 
 def save_detector(folder: Path) -> None:
-    """A tiny Mask2Former whose every query is a dog, with random masks."""
+    """A tiny Mask2Former whose every query may be a dog, with random masks."""
     from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
     swin = SwinConfig(
@@ -116,7 +116,7 @@ def save_detector(folder: Path) -> None:
         torch.manual_seed(0)
         model = Mask2FormerForUniversalSegmentation(config)
     with torch.no_grad():
-        model.class_predictor.bias[DOG] += 8
+        model.class_predictor.bias[DOG] += 4.87  # scores about 0.3, the threshold
     model.save_pretrained(folder)
 
 
@@ -225,9 +225,10 @@ def test_token_ids(files):
 
 
 def test_aesthetic_vectors(loaded):
-    exact = [pillow(image, 28) for image in PICTURES]
+    images = [picture(name, 64) for name in ("sine", "noise", "gradient")]
+    exact = [pillow(image, 28) for image in images]
     assert close(one_by_one(loaded("aesthetic"), exact), LEGACY["aesthetic_ddpo"], 1e-5)
-    assert close(one_by_one(loaded("aesthetic")), LEGACY["aesthetic_ddpo"], 4e-3)
+    assert close(one_by_one(loaded("aesthetic"), images), LEGACY["aesthetic_ddpo"], 2e-3)
 
 
 def test_imagereward_vectors(files):
@@ -295,13 +296,13 @@ def test_hps_pads_the_short_side_with_black_and_keeps_the_long_one():
     mean, std = (torch.tensor(v).view(3, 1) for v in (rewards.CLIP_MEAN, rewards.CLIP_STD))
     rows = (pixels[0].mean(2) * std + mean).round(decimals=4)  # (3, 28)
     assert rows.unique(dim=0).tolist() == [[0.0] * 9 + [1.0] * 10 + [0.0] * 9]
-    assert torch.equal(hps_pixels(white.mT, 28), pixels.mT)
+    assert torch.allclose(hps_pixels(white.mT, 28), pixels.mT, atol=1e-5)
 
 
 def test_hps_without_antialiasing(loaded, files):
     old = make_reward("hpsv2", path=files / "hps", tokenizer=files / "bpe", antialias=False)
     new = loaded("hpsv2")
-    assert abs(one_by_one(old)[0] - one_by_one(new)[0]) > 1e-3
+    assert abs(one_by_one(old)[0] - one_by_one(new)[0]) > 5e-4
     assert one_by_one(old)[2] == one_by_one(new)[2]  # 28 pixels: no resize
     sampled = TF.interpolate(PICTURES[0][None] / 255, (28, 28), mode="bicubic")
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (rewards.CLIP_MEAN, rewards.CLIP_STD))
@@ -433,7 +434,7 @@ def test_a_folded_head_equals_its_layers():
 
 B = 5
 TEXTS = ["a cat", "a dog", "x" * 120, "a cat", ""]
-METAS = [{"tag": "counting", "include": [{"class": "dog", "count": 1 + i}]} for i in range(B)]
+METAS = [{"tag": "single_object", "include": [{"class": "dog", "count": 1 + i}]} for i in range(B)]
 
 
 @each_reward
@@ -679,7 +680,7 @@ def test_crafted_logits_give_the_known_answer(files):
         return tuple(make_reward(n, detector=detector)(*call).item() for n in GENEVAL)
 
     assert score() == (1, 1)
-    assert score(tag="counting") == (0, 0.5 * (1 + 0)) or score(tag="counting")[0] == 0
+    assert score(tag="counting") == (0, (1 + 1 + 0 + 0) / 4)  # the cat is not sure enough
     swapped = [include[0] | {"color": "blue"}, include[1]]
     assert score(include=swapped)[0] == 0
     assert score(exclude=[{"class": "dog", "count": 1}])[0] == 0
@@ -697,7 +698,6 @@ def test_only_classes_that_need_a_colour_get_one(files):
     first, second = detector(image, [red_cat, plain])
     assert {d.label: d.color for d in first} == {"cat": "black", "dog": ""}
     assert {d.label: d.color for d in second} == {"cat": "", "dog": ""}
-    assert [d.label for d in sorted(second, key=lambda d: -d.score)]  # scores stay
 
 
 def test_a_crop_is_the_box_with_grey_outside_the_mask(files):
@@ -736,7 +736,7 @@ def test_colour_texts_are_the_mean_over_the_templates(files):
 
 def test_the_small_network_scores_as_a_plain_loop_over_its_output(files, loaded):
     detector = detector_of(files)
-    image = noise(1, 40)[:, :, :, :24]  # 64 x 38, padded to 64 x 64... or turned
+    image = noise(1, 40)[:, :, :, :24]
     pixels, resized = rewards.detector_pixels(image)
     out = detector.model(pixel_values=pixels)
     wanted = loop(
@@ -751,7 +751,7 @@ def test_the_small_network_scores_as_a_plain_loop_over_its_output(files, loaded)
     assert close([d.score for d in found], [score for _, score, _ in wanted], 1e-5)
     by_hand = geneval_score([Detection("dog", s, box, "") for _, s, box in wanted], meta)
     for name, score in zip(GENEVAL, by_hand):
-        assert loaded(name)(image, [""], [meta]).item() == pytest.approx(score)
+        assert loaded(name)(image, [""], [meta]).item() == pytest.approx(float(score))
 
 
 @pytest.mark.parametrize(
