@@ -327,10 +327,10 @@ def test_prompts_are_cleaned_for_hps_without_ftfy(text, clean, monkeypatch):
 
 def test_prompts_are_cleaned_for_hps_by_ftfy_where_it_is(monkeypatch):
     class Ftfy:
-        fix_text = staticmethod(lambda text: text.replace("ö", "&amp;"))
+        fix_text = staticmethod(lambda text: text.replace("ö", "&amp;lt;"))
 
     monkeypatch.setitem(sys.modules, "ftfy", Ftfy)
-    assert clean_prompt("ö\u2019") == "&\u2019"
+    assert clean_prompt("ö\u2019") == "<\u2019"
 
 
 # ---- key maps ----
