@@ -7,7 +7,11 @@ Nothing is rescaled, clipped or averaged here beyond what the source of a reward
 file imports torch and the standard library; what else a reward needs, its factory imports.
 """
 
+import argparse
 import base64
+import functools
+import html
+import importlib
 import inspect
 import io
 import json
@@ -16,6 +20,7 @@ import math
 import os
 import re
 import time
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -263,13 +268,17 @@ def jpeg_kilobytes(image: Tensor) -> float:
     return len(jpeg_bytes(image)) / 1000
 
 
+def _check_positive(option: str, value: object) -> None:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{option} must be a finite number > 0, got {value!r}")
+
+
 def _jpeg(sign: int, scale: float) -> Reward:
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
         raise RewardUnavailable("JPEG rewards need Pillow: pip install pillow") from error
-    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
-        raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
+    _check_positive("scale", scale)
     return Reward(
         lambda images, prompts, metas: [sign * jpeg_kilobytes(image) / scale for image in images]
     )
@@ -470,11 +479,19 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _make_detector(detector: str | Detector) -> Detector:
+def _make_detector(
+    detector: str | Detector, path: str | None, clip_path: str | None, device: Any, dtype: Any
+) -> Detector:
+    if detector == "mask2former":
+        return Mask2FormerDetector(path, clip_path, device, dtype)
+    if path or clip_path:
+        raise ValueError("options path and clip_path belong to detector='mask2former'")
     if callable(detector):
         return detector
     if detector != "shapes":
-        raise ValueError(f"unknown detector {detector!r}; known detectors: shapes, or a callable")
+        raise ValueError(
+            f"unknown detector {detector!r}; known detectors: shapes, mask2former, or a callable"
+        )
     try:
         from tiny.world import ShapeDetector
     except ImportError as error:
@@ -485,9 +502,9 @@ def _make_detector(detector: str | Detector) -> Detector:
     return cast(Detector, ShapeDetector())
 
 
-def _geneval(detector: str | Detector, pick: Callable[[GenevalScore], float], clip: bool) -> Reward:
-    detect = _make_detector(detector)
-
+def _geneval(
+    detect: Detector, pick: Callable[[GenevalScore], float], clip: bool, device: Any
+) -> Reward:
     def score(images: Tensor, prompts: Sequence[str], metas: Sequence[Metadata]) -> list[float]:
         detections = detect(images, metas)
         if len(detections) != len(metas):
@@ -497,22 +514,740 @@ def _geneval(detector: str | Detector, pick: Callable[[GenevalScore], float], cl
         return [pick(geneval_score(d, m, clip)) for d, m in zip(detections, metas, strict=True)]
 
     return Reward(
-        score, check=check_metadata, self_test_case=getattr(detect, "self_test_case", None)
+        score,
+        getattr(detect, "kind", "cpu"),
+        device,
+        check=getattr(detect, "check", check_metadata),
+        self_test_case=getattr(detect, "self_test_case", None),
     )
 
 
 @register("geneval")
-def _(device: object, dtype: object, detector: str | Detector = "shapes") -> Reward:
-    """GenEval's benchmark rule, 0 or 1 (arXiv 2310.11513)."""
-    return _geneval(detector, lambda score: score.benchmark, clip=False)
+def _(
+    device: Any,
+    dtype: Any,
+    detector: str | Detector = "shapes",
+    path: str | None = None,
+    clip_path: str | None = None,
+) -> Reward:
+    """GenEval's benchmark rule, 0 or 1 (arXiv 2310.11513).
+
+    detector: "shapes" (the embedded world), "mask2former" (photographs; path: its folder,
+    clip_path: that of the CLIP that names colours; class Mask2FormerDetector), or a callable.
+    """
+    detect = _make_detector(detector, path, clip_path, device, dtype)
+    return _geneval(detect, lambda score: score.benchmark, False, device)
 
 
 @register("geneval_soft")
 def _(
-    device: object, dtype: object, detector: str | Detector = "shapes", clip: bool = False
+    device: Any,
+    dtype: Any,
+    detector: str | Detector = "shapes",
+    clip: bool = False,
+    path: str | None = None,
+    clip_path: str | None = None,
 ) -> Reward:
-    """Flow-GRPO's training reward (arXiv 2505.05470); clip=True keeps it in [0, 1]."""
-    return _geneval(detector, lambda score: score.soft, clip)
+    """Flow-GRPO's training reward (arXiv 2505.05470); clip=True keeps it in [0, 1]; the detector
+    as in `geneval`.
+    """
+    detect = _make_detector(detector, path, clip_path, device, dtype)
+    return _geneval(detect, lambda score: score.soft, clip, device)
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints
+# --------------------------------------------------------------------------------------------------
+
+TOKENIZER = ("*.json", "*.txt")  # of a model on the hub: the files that its tokenizer needs,
+MODEL = (*TOKENIZER, "*.safetensors")  # and with the weights; the last pattern must match
+PICKLED = (*TOKENIZER, "pytorch_model*.bin")  # likewise where the hub has no safetensors
+
+
+def checkpoint(
+    name: str,
+    hub_id: str,
+    size: str,
+    path: str | Path | None = None,
+    *,
+    option: str = "path",
+    files: Sequence[str] = MODEL,
+) -> Path:
+    """Where a checkpoint of the reward `name` lies: `path`, else the environment variable
+    REWARD_<NAME>_<OPTION>, else the hub's cache, else a download of `hub_id`.
+
+    `option` is the keyword that gave `path`, `files` what is needed of the hub: patterns (a folder
+    is returned) or one file name (that file; a folder that holds it may be given). Raises
+    RewardUnavailable in one line with the remedy.
+    """
+    one = None if "*" in files[-1] else files[-1]
+    variable = f"REWARD_{name}_{option}".upper()
+    given = path or os.environ.get(variable)
+    if given:
+        where = Path(given).expanduser()
+        where = where / one if one and where.is_dir() else where
+        if where.is_file() if one else where.is_dir():
+            return where
+        kind = f"file, nor a folder with {one}" if one else "folder"
+        source = option if path else f"the environment variable {variable}"
+        raise RewardUnavailable(
+            f"reward {name!r}: {source} is {str(given)!r}, which is no {kind}; give what"
+            f" `{_download(hub_id, files)}` leaves, or nothing"
+        )
+    hub, failure = _library(name, "huggingface_hub"), Exception()
+    for cached in (True, False):  # the cache first: where there is no network, the hub answers late
+        try:
+            where = Path(
+                hub.snapshot_download(hub_id, allow_patterns=list(files), local_files_only=cached)
+            )
+        except Exception as error:  # not in the cache, no network, no such repository, ...
+            failure = error
+            continue
+        for found in where.glob(files[-1]):
+            return found if one else where
+        failure = FileNotFoundError(files[-1])
+    raise RewardUnavailable(
+        f"reward {name!r} needs {hub_id} ({size}): `{_download(hub_id, files)}`, or give"
+        f" {option}={'FILE' if one else 'FOLDER'}, or set {variable} ({type(failure).__name__})"
+    ) from failure
+
+
+def _download(hub_id: str, files: Sequence[str]) -> str:
+    """The shell command that fetches exactly these files."""
+    what = [f"--include '{pattern}'" if "*" in pattern else pattern for pattern in files]
+    return " ".join(["hf download", hub_id, *what])
+
+
+def _library(name: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise RewardUnavailable(f"reward {name!r} needs {module}: pip install {module}") from error
+
+
+def _read_state(name: str, file: Path, key: str) -> dict[str, Tensor]:
+    """The tensors of a .safetensors or torch file, never other objects; it must hold `key`."""
+    try:
+        if file.suffix == ".safetensors":
+            state = _library(name, "safetensors.torch").load_file(file)
+        else:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        state = state.get("state_dict", state)
+        state[key]
+    except RewardUnavailable:
+        raise
+    except Exception as error:  # whatever a broken or foreign file raises
+        raise RewardUnavailable(
+            f"reward {name!r}: {file} is not its checkpoint: {_one_line(error)[:200]}"
+        ) from error
+    return dict(state)
+
+
+def _load(name: str, kind: str, source: Path | None, **options: Any) -> Any:
+    """A frozen model of transformers in fp32 from a folder, or from config= and state_dict=.
+
+    RewardUnavailable where a weight does not fit: transformers itself would draw it at random.
+    """
+    _library(name, "torchvision")  # needed by the first batch
+    transformers = _library(name, "transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, info = getattr(transformers, kind).from_pretrained(
+            source,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+        if info["missing_keys"] or info["mismatched_keys"]:
+            wrong = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+            raise ValueError(f"weights missing or of another shape: {', '.join(wrong)}")
+    except Exception as error:  # whatever a broken or foreign file raises
+        raise RewardUnavailable(
+            f"reward {name!r}: no {kind} in {source or 'its checkpoint'}: {_one_line(error)[:200]}"
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
+def _load_tokenizer(name: str, kind: str, folder: Path) -> Any:
+    try:
+        return getattr(_library(name, "transformers"), kind).from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise RewardUnavailable(
+            f"reward {name!r}: no {kind} in {folder}: {_one_line(error)[:200]}"
+        ) from error
+
+
+def _rename(key: str, names: Iterable[tuple[str, str]]) -> str:
+    for pattern, new in names:
+        key = re.sub(pattern, new, key)
+    return key
+
+
+# --------------------------------------------------------------------------------------------------
+# CLIP: clipscore, pickscore, aesthetic, hpsv2
+# --------------------------------------------------------------------------------------------------
+
+CLIP_L14 = "openai/clip-vit-large-patch14"
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def clip_pixels(images: Tensor, side: int) -> Tensor:
+    """uint8 (B, 3, H, W) -> CLIP's input (B, 3, side, side): shortest edge to `side` by bicubic
+    interpolation with rounding to levels, as Pillow does it (within 1 of 255), and centre crop.
+    """
+    from torchvision.transforms.v2 import InterpolationMode
+    from torchvision.transforms.v2 import functional as F
+
+    images = F.resize(images, [side], InterpolationMode.BICUBIC, antialias=True)
+    top, left = (images.shape[2] - side) // 2, (images.shape[3] - side) // 2
+    images = images[:, :, top : top + side, left : left + side]
+    return F.normalize(images.float() / 255, CLIP_MEAN, CLIP_STD)
+
+
+def hps_pixels(images: Tensor, side: int, antialias: bool = True) -> Tensor:
+    """uint8 (B, 3, H, W) -> HPSv2's input (B, 3, side, side): longest edge to `side` by bicubic
+    interpolation of floats, padded with black (HPSv2@866735e).
+    """
+    from torchvision.transforms.v2 import InterpolationMode
+    from torchvision.transforms.v2 import functional as F
+
+    size = [max(1, round(n * side / max(images.shape[2:]))) for n in images.shape[2:]]
+    floats = F.resize(images.float() / 255, size, InterpolationMode.BICUBIC, antialias=antialias)
+    top, left = (side - size[0]) // 2, (side - size[1]) // 2
+    floats = F.pad(floats, [left, top, side - size[1] - left, side - size[0] - top])
+    return F.normalize(floats, CLIP_MEAN, CLIP_STD)
+
+
+class ClipPair:
+    """The two towers of a CLIPModel: unit embeddings (B, D) in fp32, whatever the towers' dtype."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        device: str | torch.device,
+        dtype: torch.dtype,
+        pixels: Callable[[Tensor, int], Tensor] = clip_pixels,
+    ) -> None:
+        self.logit_scale = float(model.logit_scale.exp())  # in half precision off by 1 %
+        self.model, self.tokenizer = model.to(device, dtype), tokenizer
+        self.device, self.dtype, self._pixels = device, dtype, pixels
+        self.side = model.config.vision_config.image_size
+        self.max_length = model.config.text_config.max_position_embeddings
+
+    def embed_images(self, images: Tensor) -> Tensor:
+        """uint8 (B, 3, H, W) -> (B, D)."""
+        return self.embed_pixels(self._pixels(images, self.side))
+
+    def embed_pixels(self, pixels: Tensor) -> Tensor:
+        """The model's own input (B, 3, side, side) -> (B, D)."""
+        return _unit(self.model.get_image_features(pixel_values=pixels.to(self.dtype)))
+
+    def embed_texts(self, texts: Sequence[str]) -> Tensor:
+        """B texts, cut to the model's context, -> (B, D). Padding is behind a causal mask."""
+        tokens = self.tokenizer(
+            list(texts), padding=True, truncation=True, max_length=self.max_length,
+            return_tensors="pt",
+        )  # fmt: skip
+        return _unit(self.model.get_text_features(input_ids=tokens["input_ids"].to(self.device)))
+
+    def cosine(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """(B,) cosines of image i and prompt i; a prompt that occurs often is encoded once."""
+        once = list(dict.fromkeys(prompts))
+        texts = self.embed_texts(once)[[once.index(prompt) for prompt in prompts]]
+        return (self.embed_images(images) * texts).sum(-1)
+
+
+def _unit(features: Any) -> Tensor:
+    """Normalised in fp32; transformers 5 returns an object, 4 returned the tensor."""
+    return torch.nn.functional.normalize(
+        getattr(features, "pooler_output", features).float(), dim=-1
+    )
+
+
+class AffineHead:
+    """A stack of linear layers without a nonlinearity, folded in float64 into one: w.x + b.
+
+    state holds `prefix`N.weight and .bias, N ascending; (B, D) -> (B,) in fp32.
+    """
+
+    def __init__(
+        self, state: Mapping[str, Tensor], prefix: str, device: str | torch.device
+    ) -> None:
+        found = (re.fullmatch(re.escape(prefix) + r"(\d+)\.weight", key) for key in state)
+        layers = [f"{prefix}{n}" for n in sorted(int(match[1]) for match in found if match)]
+        weight = torch.eye(state[f"{layers[0]}.weight"].shape[1], dtype=torch.float64)
+        bias = torch.zeros(len(weight), dtype=torch.float64)
+        for layer in layers:
+            matrix = state[f"{layer}.weight"].double()
+            weight, bias = matrix @ weight, matrix @ bias + state[f"{layer}.bias"].double()
+        self.weight, self.bias = weight[0].float().to(device), bias[0].float().to(device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(B, D) -> (B,)."""
+        return x.float() @ self.weight + self.bias
+
+
+def _on_gpu(score: Callable[[Tensor, Sequence[str]], Tensor], device: Any) -> Reward:
+    return Reward(lambda images, prompts, metas: score(images, prompts).tolist(), "gpu", device)
+
+
+def _load_clip(name: str, folder: Path, device: Any, dtype: Any) -> ClipPair:
+    tokenizer = _load_tokenizer(name, "CLIPTokenizer", folder)
+    return ClipPair(_load(name, "CLIPModel", folder), tokenizer, device, dtype)
+
+
+@register("clipscore")
+def _(device: Any, dtype: Any, path: str | None = None, scale: float = 1) -> Reward:
+    """Cosine of CLIP ViT-L/14 / scale (DiffusionNFT@24af555: 1, DGPO@01ceb4b: 0.3), image resized
+    by bicubic interpolation as CLIP was trained (theirs: bilinear).
+    """
+    _check_positive("scale", scale)
+    folder = checkpoint("clipscore", CLIP_L14, "1.7 GB", path)
+    clip = _load_clip("clipscore", folder, device, dtype)
+    return _on_gpu(lambda images, prompts: clip.cosine(images, prompts) / scale, device)
+
+
+@register("pickscore")
+def _(device: Any, dtype: Any, path: str | None = None, scale: float = 26) -> Reward:
+    """PickScore exp(logit_scale) cos / scale (arXiv 2305.01569); flow_grpo@ac4c86e divides by 26,
+    scale=1 gives the published scores.
+    """
+    _check_positive("scale", scale)
+    folder = checkpoint("pickscore", "yuvalkirstain/PickScore_v1", "3.9 GB", path)
+    clip = _load_clip("pickscore", folder, device, dtype)
+    factor = clip.logit_scale / scale
+    return _on_gpu(lambda images, prompts: clip.cosine(images, prompts) * factor, device)
+
+
+@register("aesthetic")
+def _(device: Any, dtype: Any, path: str | None = None, head: str | None = None) -> Reward:
+    """LAION's aesthetic predictor v2, about 1 to 10: an affine map of CLIP's image embedding
+    (ddpo-pytorch@1958463). path: CLIP ViT-L/14; head: sac+logos+ava1-l14-linearMSE, .pth or
+    .safetensors. The prompt plays no part.
+    """
+    folder = checkpoint("aesthetic", CLIP_L14, "1.7 GB", path)
+    file = checkpoint(
+        "aesthetic", "ttj/sac-logos-ava1-l14-linearMSE", "3.7 MB", head,
+        option="head", files=["model.safetensors"],
+    )  # fmt: skip
+    affine = AffineHead(_read_state("aesthetic", file, "layers.0.weight"), "layers.", device)
+    clip = _load_clip("aesthetic", folder, device, dtype)
+    return _on_gpu(lambda images, prompts: affine(clip.embed_images(images)), device)
+
+
+HPS_FILES = {"v2.0": "HPS_v2_compressed.pt", "v2.1": "HPS_v2.1_compressed.pt"}
+HPS_HEADS = 16  # attention heads of both towers of ViT-H/14: the one size that no shape tells
+OPEN_CLIP_NAMES = [  # open_clip -> transformers, in this order
+    (r"^(visual\.)?positional_embedding$", r"\1embeddings.position_embedding.weight"),
+    (r"^token_embedding", "embeddings.token_embedding"),
+    (r"^ln_final", "final_layer_norm"),
+    (r"^visual\.class_embedding", "visual.embeddings.class_embedding"),
+    (r"^visual\.conv1", "visual.embeddings.patch_embedding"),
+    (r"^visual\.ln_pre", "visual.pre_layrnorm"),  # transformers' own spelling
+    (r"^visual\.ln_post", "visual.post_layernorm"),
+    (r"^(visual\.)?transformer\.resblocks", r"\1encoder.layers"),
+    (r"\.ln_(\d)", r".layer_norm\1"),
+    (r"\.mlp\.c_fc", ".mlp.fc1"),
+    (r"\.mlp\.c_proj", ".mlp.fc2"),
+    (r"\.attn\.", ".self_attn."),
+    (r"^(?=embeddings|encoder|final)", "text_model."),
+    (r"^visual\.(?!proj)", "vision_model."),
+]
+
+
+def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of an open_clip ViT under the names and in the layout of transformers' CLIPModel."""
+    out = {}
+    for old, value in state.items():
+        key = _rename(old, OPEN_CLIP_NAMES)
+        if key == "attn_mask":  # open_clip's causal mask, no weight
+            continue
+        if key == "text_projection":
+            out["text_projection.weight"] = value.T.contiguous()
+        elif key == "visual.proj":
+            out["visual_projection.weight"] = value.T.contiguous()
+        elif ".in_proj_" in key:
+            for part, chunk in zip("qkv", value.chunk(3), strict=True):
+                out[key.replace("in_proj_", f"{part}_proj.")] = chunk
+        else:
+            out[key] = value
+    return out
+
+
+def open_clip_config(state: Mapping[str, Tensor], heads: int) -> dict[str, Any]:
+    """Arguments of CLIPConfig for an open_clip ViT with GELU, read off its weights."""
+
+    def tower(prefix: str) -> dict[str, Any]:
+        ends = f"{prefix}transformer.resblocks.", ".mlp.c_fc.weight"
+        layers = [key for key in state if key.startswith(ends[0]) and key.endswith(ends[1])]
+        inner, width = state[layers[0]].shape
+        return dict(
+            hidden_size=width, intermediate_size=inner, num_hidden_layers=len(layers),
+            num_attention_heads=heads, hidden_act="gelu",
+        )  # fmt: skip
+
+    vocabulary, length = len(state["token_embedding.weight"]), len(state["positional_embedding"])
+    patch, places = (
+        state["visual.conv1.weight"].shape[-1],
+        len(state["visual.positional_embedding"]),
+    )
+    text = dict(
+        vocab_size=vocabulary, max_position_embeddings=length,
+        bos_token_id=vocabulary - 2, eos_token_id=vocabulary - 1, pad_token_id=vocabulary - 1,
+    )  # fmt: skip
+    vision = dict(patch_size=patch, image_size=patch * math.isqrt(places - 1))
+    return dict(
+        projection_dim=state["text_projection"].shape[1],
+        text_config={**tower(""), **text},
+        vision_config={**tower("visual."), **vision},
+    )
+
+
+_LOOKALIKES = {  # what ftfy, which open_clip's tokenizer runs first, makes of them
+    **dict.fromkeys(range(0x201C, 0x2020), '"'),
+    **dict.fromkeys((0x02BC, *range(0x2018, 0x201C)), "'"),
+    **{  # full-width forms, ligatures
+        code: unicodedata.normalize("NFKC", chr(code))
+        for code in (0x3000, *range(0xFB00, 0xFB07), *range(0xFF01, 0xFFEF))
+    },
+}
+
+
+def clean_prompt(text: str) -> str:
+    """The cleaning of open_clip's tokenizer before CLIP's own: ftfy if it is installed, else the
+    part of it that prompts need (5 of Flow-GRPO's 26,018 differ); then HTML entities.
+    """
+    try:
+        import ftfy
+    except ImportError:
+        text = unicodedata.normalize("NFC", html.unescape(text).translate(_LOOKALIKES))
+    else:
+        text = ftfy.fix_text(text)
+    return html.unescape(html.unescape(text))
+
+
+@register("hpsv2")
+def _(
+    device: Any,
+    dtype: Any,
+    path: str | None = None,
+    tokenizer: str | None = None,
+    version: str = "v2.1",
+    antialias: bool = True,
+    scale: float = 1,
+) -> Reward:
+    """Human Preference Score v2, cosine / scale, about 0.2 to 0.35 (arXiv 2306.09341). path: its
+    .pt file; tokenizer: any CLIP's. antialias=False resizes as in 2023, before torchvision 0.17.
+    """
+    _check_positive("scale", scale)
+    if version not in HPS_FILES:
+        raise ValueError(f"version must be one of {', '.join(HPS_FILES)}, got {version!r}")
+    file = checkpoint("hpsv2", "xswu/HPSv2", "2.0 GB", path, files=[HPS_FILES[version]])
+    folder = checkpoint("hpsv2", CLIP_L14, "4 MB", tokenizer, option="tokenizer", files=TOKENIZER)
+    tokens = _load_tokenizer("hpsv2", "CLIPTokenizer", folder)
+    state = _read_state("hpsv2", file, "visual.proj")
+    config = _library("hpsv2", "transformers").CLIPConfig(**open_clip_config(state, HPS_HEADS))
+    model = _load("hpsv2", "CLIPModel", None, config=config, state_dict=from_open_clip(state))
+    pixels = functools.partial(hps_pixels, antialias=antialias)
+    clip = ClipPair(model, tokens, device, dtype, pixels)
+    return _on_gpu(
+        lambda images, prompts: clip.cosine(images, [clean_prompt(p) for p in prompts]) / scale,
+        device,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# ImageReward
+# --------------------------------------------------------------------------------------------------
+
+IMAGEREWARD_HEADS = 16, 12  # attention heads of the vision and the text tower
+BLIP_NAMES = [  # ImageReward's vision tower -> transformers' BlipVisionModel, in this order
+    (r"^cls_token", "embeddings.class_embedding"),
+    (r"^pos_embed", "embeddings.position_embedding"),
+    (r"^patch_embed\.proj", "embeddings.patch_embedding"),
+    (r"^norm\.", "post_layernorm."),
+    (r"^blocks", "encoder.layers"),
+    (r"\.attn\.qkv", ".self_attn.qkv"),
+    (r"\.attn\.proj", ".self_attn.projection"),
+    (r"\.norm(\d)", r".layer_norm\1"),
+]
+
+
+def from_imagereward(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(vision, text) weights under the names of transformers' BlipVisionModel, BlipTextModel."""
+    vision, text = {}, {}
+    for key, value in state.items():
+        tower, _, rest = key.removeprefix("blip.").partition(".")
+        if tower == "visual_encoder":
+            vision[_rename(rest, BLIP_NAMES)] = value
+        elif tower == "text_encoder" and rest != "embeddings.position_ids":
+            text[rest] = value
+    return vision, text
+
+
+def imagereward_configs(
+    vision: Mapping[str, Tensor], text: Mapping[str, Tensor], heads: tuple[int, int]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of BlipVisionConfig and BlipTextConfig, read off the weights."""
+
+    def tower(state: Mapping[str, Tensor], end: str, heads: int) -> dict[str, Any]:
+        layers = [key for key in state if key.endswith(end) and "attention" not in key]
+        inner, width = state[layers[0]].shape
+        return dict(
+            hidden_size=width, intermediate_size=inner, num_hidden_layers=len(layers),
+            num_attention_heads=heads, hidden_act="gelu",
+        )  # fmt: skip
+
+    patch = vision["embeddings.patch_embedding.weight"].shape[-1]
+    places = vision["embeddings.position_embedding"].shape[1]
+    words = text["embeddings.word_embeddings.weight"]
+    a = dict(
+        **tower(vision, ".mlp.fc1.weight", heads[0]), patch_size=patch,
+        image_size=patch * math.isqrt(places - 1), layer_norm_eps=1e-6,
+    )  # fmt: skip
+    b = dict(
+        **tower(text, ".intermediate.dense.weight", heads[1]), vocab_size=len(words),
+        max_position_embeddings=len(text["embeddings.position_embeddings.weight"]),
+        encoder_hidden_size=a["hidden_size"], layer_norm_eps=1e-12,
+    )  # fmt: skip
+    return a, b
+
+
+class ImageRewardModel:
+    """ImageReward v1.0 (arXiv 2304.05977, ImageReward@c1392c6): BLIP's text tower reads the prompt,
+    cut to 35 tokens, and looks at the image; an affine head scores the state of [CLS].
+    """
+
+    mean, std = 0.16717362830052426, 1.0333394966054072  # official, over their training data
+
+    def __init__(
+        self, file: Path, tokenizer: Any, device: str | torch.device, dtype: torch.dtype
+    ) -> None:
+        name = "imagereward"
+        state = _read_state(name, file, "blip.visual_encoder.cls_token")
+        vision, text = from_imagereward(state)
+        a, b = imagereward_configs(vision, text, IMAGEREWARD_HEADS)
+        blip = _library(name, "transformers")
+        self.vision = _load(
+            name, "BlipVisionModel", None, config=blip.BlipVisionConfig(**a), state_dict=vision
+        ).to(device, dtype)
+        self.text = _load(
+            name, "BlipTextModel", None, config=blip.BlipTextConfig(**b), state_dict=text,
+            add_pooling_layer=False,
+        ).to(device, dtype)  # fmt: skip
+        self.head = AffineHead(state, "mlp.layers.", device)
+        self.tokenizer, self.device, self.dtype = tokenizer, device, dtype
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """uint8 (B, 3, H, W) and B prompts -> (B,) in fp32."""
+        tokens = self.tokenizer(
+            list(prompts), padding="max_length", truncation=True, max_length=35,
+            return_tensors="pt",
+        )  # fmt: skip
+        pixels = clip_pixels(images, self.vision.config.image_size)
+        seen = self.vision(pixel_values=pixels.to(self.dtype)).last_hidden_state
+        state = self.text(
+            input_ids=tokens["input_ids"].to(self.device),
+            attention_mask=tokens["attention_mask"].to(self.device),
+            encoder_hidden_states=seen,
+        ).last_hidden_state[:, 0]
+        return (self.head(state) - self.mean) / self.std
+
+
+@register("imagereward")
+def _(device: Any, dtype: Any, path: str | None = None, tokenizer: str | None = None) -> Reward:
+    """ImageReward v1.0, about -2.3 to 2 (class ImageRewardModel). path: ImageReward.pt; tokenizer:
+    BERT's, uncased.
+    """
+    file = checkpoint(
+        "imagereward", "zai-org/ImageReward", "1.8 GB", path, files=["ImageReward.pt"]
+    )
+    folder = checkpoint(
+        "imagereward", "google-bert/bert-base-uncased", "1 MB", tokenizer,
+        option="tokenizer", files=TOKENIZER,
+    )  # fmt: skip
+    tokens = _load_tokenizer("imagereward", "BertTokenizer", folder)
+    model = ImageRewardModel(file, tokens, device, dtype)
+    return _on_gpu(model, device)
+
+
+# --------------------------------------------------------------------------------------------------
+# GenEval's detector for photographs
+# --------------------------------------------------------------------------------------------------
+
+# COCO's classes in order, under the names of object_names.txt, geneval@af4902f
+OBJECTS = re.split(
+    r",\s",
+    """person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light,
+fire hydrant, stop sign, parking meter, bench, bird, cat, dog, horse, sheep, cow, elephant, bear,
+zebra, giraffe, backpack, umbrella, handbag, tie, suitcase, frisbee, skis, snowboard, sports ball,
+kite, baseball bat, baseball glove, skateboard, surfboard, tennis racket, bottle, wine glass, cup,
+fork, knife, spoon, bowl, banana, apple, sandwich, orange, broccoli, carrot, hot dog, pizza, donut,
+cake, chair, couch, potted plant, bed, dining table, toilet, tv, laptop, computer mouse, tv remote,
+computer keyboard, cell phone, microwave, oven, toaster, sink, refrigerator, book, clock, vase,
+scissors, teddy bear, hair drier, toothbrush""",
+)
+DETECTOR_SIDES = 800, 1333  # pixels: shortest edge, longest at most
+COLORS = ["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
+COLOR_TEMPLATES = "a photo of a {c} {o}", "a photo of a {c}-colored {o}", "a photo of a {c} object"
+
+
+class Instance(NamedTuple):
+    """One object of an image: index into OBJECTS, score, box of whole pixels, mask (H, W)."""
+
+    label: int
+    score: float
+    box: tuple[int, int, int, int]
+    mask: Tensor
+
+
+def instances(
+    class_logits: Tensor,
+    mask_logits: Tensor,
+    padded: tuple[int, int],
+    resized: tuple[int, int],
+    size: tuple[int, int],
+    min_score: float = 0.3,
+) -> list[Instance]:
+    """The objects that Mask2Former sees in one image, best class probability first.
+
+    As mmdet 2.x, which GenEval runs: class_logits (Q, classes + 1), the best 100 pairs of query and
+    class; mask_logits (Q, h, w), enlarged to the network's input `padded`, cut to the `resized`
+    image in it, scaled to the image's own `size`; score = class probability * mean sigmoid inside
+    the mask. Nothing below min_score, the lowest that GenEval's rule asks for, is returned.
+    """
+    probabilities = class_logits.float().softmax(-1)[:, :-1]  # the last class is "no object"
+    best = probabilities.flatten().topk(min(100, probabilities.numel()))
+    chosen = best.indices[best.values > min_score]  # a score is never above its probability
+    if not len(chosen):
+        return []
+    queries, labels = chosen // probabilities.shape[1], chosen % probabilities.shape[1]
+    masks = _enlarge(mask_logits[queries].float(), padded)[:, : resized[0], : resized[1]]
+    masks = _enlarge(masks, size)
+    inside = masks > 0
+    certainty = (masks.sigmoid() * inside).sum((1, 2)) / (inside.sum((1, 2)) + 1e-6)
+    scores = (probabilities.flatten()[chosen] * certainty).tolist()
+    return [
+        Instance(label, score, _box(mask), mask)
+        for label, score, mask in zip(labels.tolist(), scores, inside, strict=True)
+        if score > min_score  # an empty mask has score 0
+    ]
+
+
+def _enlarge(masks: Tensor, size: Sequence[int]) -> Tensor:
+    """(N, h, w) -> (N, *size)."""
+    return torch.nn.functional.interpolate(masks[None], tuple(size), mode="bilinear")[0]
+
+
+def _box(mask: Tensor) -> tuple[int, int, int, int]:
+    """x0, y0, x1 + 1, y1 + 1 of a mask that is not empty."""
+    columns, rows = mask.any(0).nonzero().flatten(), mask.any(1).nonzero().flatten()
+    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
+
+
+class Mask2FormerDetector:
+    """GenEval's detector in transformers: Mask2Former (Swin-S, COCO instances), colours by CLIP.
+
+    The architecture of geneval@af4902f from another training run, so scores near the thresholds
+    differ: numbers are comparable among themselves, not with the published benchmark. The detector
+    runs in fp32, `dtype` is CLIP's.
+    """
+
+    kind = "gpu"
+
+    def __init__(
+        self, path: str | None, clip_path: str | None, device: Any, dtype: torch.dtype
+    ) -> None:
+        folder = checkpoint(
+            "geneval", "facebook/mask2former-swin-small-coco-instance", "275 MB", path
+        )
+        clip = checkpoint("geneval", CLIP_L14, "1.7 GB", clip_path, option="clip_path")
+        model = _load("geneval", "Mask2FormerForUniversalSegmentation", folder)
+        names = model.config.id2label
+        if (len(names), names.get(0), names.get(79)) != (80, "person", "toothbrush"):
+            raise RewardUnavailable(
+                f"reward 'geneval': {folder} has {len(names)} classes from {names.get(0)!r} to"
+                f" {names.get(len(names) - 1)!r}, not COCO's 80 from 'person' to 'toothbrush'"
+            )
+        self.model = model.to(device)
+        self.clip = _load_clip("geneval", clip, device, dtype)
+        self._colors: dict[str, Tensor] = {}  # class -> embeddings (10, D) of its colours
+
+    def check(self, meta: Metadata) -> None:
+        """ValueError unless this is GenEval's metadata with classes and colours known here."""
+        check_metadata(meta)
+        for part in ("include", "exclude"):
+            for i, clause in enumerate(meta.get(part, ())):
+                for field, known in (("class", OBJECTS), ("color", COLORS)):
+                    value = clause.get(field, known[0])
+                    rule = f"is none of the {len(known)} known to the detector"
+                    _require(value in known, f"{part}[{i}].{field}", rule, value)
+
+    def __call__(self, images: Tensor, metas: Sequence[Metadata]) -> list[list[Detection]]:
+        """uint8 (B, 3, H, W) -> the detections of each image; only what needs a colour gets one."""
+        pixels, resized = detector_pixels(images)
+        out = self.model(pixel_values=pixels)
+        size, padded = _size(images), _size(pixels)
+        found = []
+        for image, meta, classes, masks in zip(
+            images, metas, out.class_queries_logits, out.masks_queries_logits, strict=True
+        ):
+            objects = instances(classes, masks, padded, resized, size)
+            wanted = {clause["class"] for clause in meta["include"] if "color" in clause}
+            colored = [o for o in objects if OBJECTS[o.label] in wanted]
+            others = [o for o in objects if OBJECTS[o.label] not in wanted]
+            colors = [*self.classify(image, colored), *[""] * len(others)]
+            found.append(
+                [
+                    Detection(OBJECTS[o.label], o.score, o.box, color)
+                    for o, color in zip(colored + others, colors, strict=True)
+                ]
+            )
+        return found
+
+    def classify(self, image: Tensor, objects: Sequence[Instance]) -> list[str]:
+        """The colour of each object: zero-shot CLIP on its box, #999999 outside its mask."""
+        if not objects:
+            return []
+        crops = []
+        for _, _, (x0, y0, x1, y1), mask in objects:
+            crop = torch.where(mask, image, 0x99)[:, y0:y1, x0:x1]
+            crops.append(clip_pixels(crop[None], self.clip.side))
+        embeddings = self.clip.embed_pixels(torch.cat(crops))
+        return [
+            COLORS[int((self.color_texts(OBJECTS[o.label]) @ embedding).argmax())]
+            for o, embedding in zip(objects, embeddings, strict=True)
+        ]
+
+    def color_texts(self, label: str) -> Tensor:
+        """Unit embeddings (10, D) of the colours of a class: the mean over three templates."""
+        if label not in self._colors:
+            texts = [t.format(c=color, o=label) for color in COLORS for t in COLOR_TEMPLATES]
+            mean = self.clip.embed_texts(texts).unflatten(0, (len(COLORS), -1)).mean(1)
+            self._colors[label] = _unit(mean)
+        return self._colors[label]
+
+
+def _size(images: Tensor) -> tuple[int, int]:
+    return images.shape[2], images.shape[3]
+
+
+def detector_pixels(images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """uint8 (B, 3, H, W) -> (Mask2Former's input, size (h, w) of the image in it): scaled to
+    DETECTOR_SIDES, ImageNet's mean and std, padded with 0 to multiples of 32.
+    """
+    from torchvision.transforms.v2 import functional as F
+
+    H, W = _size(images)
+    factor = min(DETECTOR_SIDES[0] / min(H, W), DETECTOR_SIDES[1] / max(H, W))
+    h, w = int(H * factor + 0.5), int(W * factor + 0.5)
+    pixels = F.resize(images, [h, w], antialias=True).float() / 255
+    pixels = F.normalize(pixels, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    return F.pad(pixels, [0, 0, -w % 32, -h % 32]), (h, w)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -616,11 +1351,6 @@ def _bgr(images: Tensor) -> Any:
 def _check_count(option: str, value: object) -> None:
     if not _is_int(value) or cast(int, value) < 1:
         raise ValueError(f"{option} must be an integer >= 1, got {value!r}")
-
-
-def _check_positive(option: str, value: object) -> None:
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{option} must be a finite number > 0, got {value!r}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -872,22 +1602,11 @@ class BertRecall:
         self, path: str | None, device: str | torch.device, dtype: torch.dtype, layer: int
     ) -> None:
         _check_count("layer", layer)
-        hub_id, variable = "microsoft/deberta-xlarge-mnli", "REWARD_LLAVA_BERTSCORE_PATH"
-        source = path or os.environ.get(variable) or hub_id
-        try:
-            from transformers import AutoModel, AutoTokenizer
-
-            self.tokenizer = AutoTokenizer.from_pretrained(source, padding_side="right")
-            model = AutoModel.from_pretrained(source, dtype=dtype)
-        except ImportError as error:
-            raise RewardUnavailable(
-                "reward 'llava_bertscore' needs transformers: pip install transformers"
-            ) from error
-        except (OSError, ValueError) as error:
-            raise RewardUnavailable(
-                f"reward 'llava_bertscore' finds no network in {source!r}: hf download {hub_id} "
-                f"(750 M parameters), or give path=, or set {variable} ({_one_line(error)[:100]})"
-            ) from error
+        name, hub_id = "llava_bertscore", "microsoft/deberta-xlarge-mnli"
+        source = checkpoint(name, hub_id, "750 M parameters", path, files=PICKLED)
+        self.tokenizer = _load_tokenizer(name, "AutoTokenizer", source)
+        self.tokenizer.padding_side = "right"
+        model = _load(name, "AutoModel", source).to(dtype)
         layers = model.encoder.layer
         if len(layers) < layer:
             raise ValueError(f"layer must be 1..{len(layers)} for {source}, got {layer}")
@@ -1066,20 +1785,26 @@ def pair_images(rows: Sequence[Metadata], side: int) -> Tensor:
     """Winners and losers in turn (B, 3, side, side), fp32 in [0, 1]: resized, the middle cut out.
     SystemExit in one line for a file that is no picture.
     """
-    from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms.v2 import functional as F
 
     images = []
     for i, row in enumerate(rows):
-        file = row["loser" if i % 2 else "winner"]
-        try:
-            image = decode_image(str(file), ImageReadMode.RGB)
-        except RuntimeError:
-            raise SystemExit(f"--pairs: {file} is no JPEG, PNG, WebP or GIF picture") from None
-        image = image[0] if image.dim() == 4 else image  # the first frame of an animation
-        image = F.to_dtype(image, torch.float32, scale=True)  # 16 bits a channel too
+        image = read_image(row["loser" if i % 2 else "winner"], "pairs")
         images.append(F.center_crop(F.resize(image, [side], antialias=True), [side, side]))
     return torch.stack(images)
+
+
+def read_image(file: str | Path, flag: str) -> Tensor:
+    """(3, H, W), fp32 in [0, 1]; SystemExit in one line for a file that is no picture."""
+    from torchvision.io import ImageReadMode, decode_image
+    from torchvision.transforms.v2 import functional as F
+
+    try:
+        image = decode_image(str(file), ImageReadMode.RGB)
+    except RuntimeError:
+        raise SystemExit(f"--{flag}: {file} is no JPEG, PNG, WebP or GIF picture") from None
+    image = image[0] if image.dim() == 4 else image  # the first frame of an animation
+    return F.to_dtype(image, torch.float32, scale=True)  # 16 bits a channel too
 
 
 def check_name(name: str, flag: str) -> None:
@@ -1174,3 +1899,68 @@ def reward_metrics(
     out = {f"reward/{n}": float(v[v.isfinite()].mean()) for n, v in zip(weights, values)}
     mean = sum(w * out[f"reward/{n}"] for n, w in weights.items())
     return {"reward/mean": mean, **out, "reward/fail_frac": failed}
+
+
+# --------------------------------------------------------------------------------------------------
+# python rewards.py --check NAME
+# --------------------------------------------------------------------------------------------------
+
+
+def check_reward(name: str, opts: dict[str, Any], image: Tensor | None, prompt: str) -> bool:
+    """Load a reward, downloading nothing, and print whether it can run here, and its score of one
+    (3, H, W) image on its own scale: `scale`, where it has one, is 1.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    known = inspect.signature(REWARDS[name]).parameters
+    try:
+        row = _parse_row(prompt) if prompt.lstrip().startswith("{") else {"prompt": prompt}
+        native = {"scale": 1} if "scale" in known else {}
+        reward = make_reward(name, device, **{**native, **opts})
+        reward.self_test()
+        if image is not None:
+            value = reward(image[None], [row["prompt"]], [row]).item()
+            print(f"{name}: {value:.6g}")
+            return math.isfinite(value)
+    except (RuntimeError, ValueError) as error:
+        print(f"{name}: cannot run: {error}")
+        return False
+    print(f"{name}: can run on this machine, {device if reward.kind == 'gpu' else reward.kind}")
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Can a reward run on this machine, and what does it say of a picture? Exit status 1: no."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a check downloads nothing
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    names = ", ".join(sorted(REWARDS))
+    parser.add_argument("--check", required=True, metavar="NAME", help=f"all, or one of {names}")
+    parser.add_argument("--image", metavar="FILE", help="score this picture")
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="its prompt; for GenEval, a line of a .jsonl prompt file"
+    )
+    parser.add_argument(
+        "--option", metavar="KEY=VALUE", action="append", default=[],
+        help="option of the reward, as detector=mask2former",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    if args.check != "all":
+        check_name(args.check, "check")
+    if (args.image is None) != (args.prompt is None):
+        raise SystemExit("--image: give --image FILE and --prompt TEXT together")
+    image = None if args.image is None else read_image(args.image, "image")
+    opts = {}
+    for option in args.option:
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise SystemExit(f"--option: {option!r} is not KEY=VALUE, as detector=mask2former")
+        try:
+            opts[key] = json.loads(value)
+        except ValueError:
+            opts[key] = value  # a text without quotes
+    chosen = list(REWARDS) if args.check == "all" else [args.check]
+    results = [check_reward(name, opts, image, args.prompt or "") for name in chosen]
+    raise SystemExit(0 if all(results) else 1)
+
+
+if __name__ == "__main__":
+    main()

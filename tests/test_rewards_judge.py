@@ -604,19 +604,16 @@ def test_the_network_of_the_recall_is_found_in_this_order(deberta, monkeypatch, 
 
     monkeypatch.setenv("REWARD_LLAVA_BERTSCORE_PATH", str(tmp_path))  # the option wins
     load(deberta)
-    for path in (None, str(tmp_path / "none")):  # no network in either
-        with pytest.raises(RewardUnavailable) as caught:
+    for path, reason in ((None, "no AutoTokenizer in"), (str(tmp_path / "none"), "hf download")):
+        with pytest.raises(RewardUnavailable, match=reason) as caught:
             load(path)
-        text = str(caught.value)
-        assert repr(path or str(tmp_path)) in text
-        for part in ("hf download microsoft/deberta-xlarge-mnli", "path=",
-                     "REWARD_LLAVA_BERTSCORE_PATH"):  # fmt: skip
-            assert part in text
-        assert "\n" not in text
+        assert str(path or tmp_path) in str(caught.value)
+        assert "\n" not in str(caught.value)
     monkeypatch.setenv("REWARD_LLAVA_BERTSCORE_PATH", deberta)
     load(None)
     monkeypatch.delenv("REWARD_LLAVA_BERTSCORE_PATH")
-    with pytest.raises(RewardUnavailable, match="finds no network in 'microsoft/deberta-xlarge"):
+    remedy = "hf download microsoft/deberta-xlarge-mnli .* or set REWARD_LLAVA_BERTSCORE_PATH"
+    with pytest.raises(RewardUnavailable, match=remedy):
         load(None)
 
 
