@@ -12,7 +12,7 @@ prompt's rewards, trains all its steps by PPO's clipped surrogate (DDPO_IS):
 With one update per rollout rho is 1 and L the score-function estimator (DDPO_SF). A rectified flow
 steps by the SDE of Flow-GRPO instead, and leaves its last step deterministic.
 
-    python ddpo.py --model tiny                            # the shipped flow model, on a CPU
+    python ddpo.py                                         # the shipped tiny-sd, on a CPU
     python ddpo.py --model sd15                            # on a GPU
     python ddpo.py --updates 1                             # DDPO_SF
     python ddpo.py --objective dpok --beta 1e-2            # DPOK's clamp and KL, no value function
@@ -41,7 +41,7 @@ from rewards import reward_metrics, score
 class Args:
     """Settings; presets per model below override these defaults, flags override both."""
 
-    model: str = "tiny"
+    model: str = "tiny-sd"
     """tiny, tiny-sd (shipped, for a CPU), sd35m, flux, sd15, sd14: a preset"""
     weights: str | None = None
     """hub id or local folder instead of the model's own"""
@@ -142,6 +142,14 @@ class Args:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
+    "tiny-sd": dict(  # ours
+        reward="geneval_soft:1,geneval:1",  # the strict reward alone draws too many shapes
+        iterations=60,
+        lr=5e-4,
+        eval_every=20,
+        timestep_fraction=0.5,
+        clip=1e-3,
+    ),
     "tiny": dict(  # ours
         reward="geneval_soft:1,geneval:1",  # the strict reward alone draws too many shapes
         iterations=100,

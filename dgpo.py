@@ -161,6 +161,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         eval_every=20,
         M=3,
     ),
+    "tiny-sd": dict(  # ours: as tiny; no paper trains an eps model this way
+        reward="geneval_soft:1,geneval:1",
+        iterations=100,
+        T=8,
+        ema=0.6,
+        eval_every=20,
+        M=3,
+        t_max=0.95,
+    ),
     "sd35m": dict(  # official: DGPO@01ceb4b config/dgpo.py, the OCR row
         reward="jpeg_compressibility",  # ours: needs no other model
         heldout_reward=None,

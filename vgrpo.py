@@ -166,6 +166,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         t_min=0.4,  # five of the eight noise levels: what is drawn where
         beta=0.03,  # without it, it diverges after 150 iterations: nothing else bounds A < 0
     ),
+    "tiny-sd": dict(  # ours: as tiny; no paper trains an eps model this way
+        reward="geneval_soft:1,geneval:1",
+        iterations=100,
+        T=8,
+        lr=7e-4,
+        ema=0.6,
+        eval_every=20,
+        M=3,
+        t_min=0.4,
+        t_max=0.95,
+        beta=0.03,
+    ),
     "sd35m": dict(  # arXiv 2604.23380, SD3.5-M, first stage; marked ours where it is silent
         reward="jpeg_compressibility",  # ours: needs no other model
         heldout_reward=None,

@@ -185,7 +185,7 @@ def quick(weights, tmp_path, red, monkeypatch):
 
     def make(script=flow_grpo, **flags):
         small = dict(
-            weights=weights, reward=red, heldout_reward=None, iterations=1, P=1, G=2, T=3,
+            model="tiny", weights=weights, reward=red, heldout_reward=None, iterations=1, P=1, G=2, T=3,
             micro_batch=2, lora_r=4, lora_alpha=8, eval_prompts=2, eval_T=2, device="cpu",
             out=str(tmp_path / "run"),
         )  # fmt: skip

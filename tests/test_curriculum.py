@@ -15,10 +15,17 @@ import dgpo
 import flow_grpo
 import rewards
 import vgrpo
+from baselines import rwr
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = [ddpo, flow_grpo, vgrpo, dgpo]
-SMALL = {ddpo: dict(baseline="group"), flow_grpo: {}, vgrpo: dict(M=2), dgpo: dict(M=2, t_min=0.0)}
+SCRIPTS = [ddpo, flow_grpo, vgrpo, dgpo, rwr]
+SMALL = {
+    ddpo: dict(baseline="group"),
+    flow_grpo: {},
+    vgrpo: dict(M=2),
+    dgpo: dict(M=2, t_min=0.0),
+    rwr: dict(updates=1, epochs=1),
+}
 REWARDS = {
     "jpeg_compressibility", "jpeg_incompressibility", "aesthetic", "clipscore", "pickscore",
     "hpsv2", "imagereward", "ocr", "geneval", "geneval_soft", "unifiedreward", "llava_bertscore",

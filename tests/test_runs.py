@@ -427,8 +427,8 @@ def lora(folder, name="lora"):
 
 def command(weights, out, **flags):
     small = dict(
-        weights=weights, out=str(out), reward="jpeg_compressibility", heldout_reward="None", P=2,
-        G=2, T=3, window=0, micro_batch=4, lora_r=4, lora_alpha=8, eval_prompts=3, eval_T=2, eval_every=2,
+        model="tiny", weights=weights, out=str(out), reward="jpeg_compressibility",
+        heldout_reward="None", P=2, G=2, T=3, window=0, micro_batch=4, lora_r=4, lora_alpha=8, eval_prompts=3, eval_T=2, eval_every=2,
         save_every=1, ema=0.5, updates=4, iterations=4, device="cpu",
     )  # fmt: skip
     out = []
