@@ -100,7 +100,9 @@ def test_the_base_passes_single_objects_and_leaves_room_to_learn(policy):
     rewards = load_rewards(["geneval"], {}, "cpu")
     rows = read_splits("tiny/prompts")[1]
     assert len(rows) == 512
-    args = SimpleNamespace(micro_batch=64, eval_T=20, eval_guidance=1.0, solver="euler")
+    args = SimpleNamespace(
+        micro_batch=64, eval_T=20, eval_guidance=1.0, solver="euler", heldout_reward="geneval"
+    )
     metrics, records = common.evaluate(policy, rewards, rows, args, common.Ranks("cpu"))
     single = [r["values"][0] for r in records if rows[r["index"]]["tag"] == "single_object"]
     assert sum(single) / len(single) >= 0.75
