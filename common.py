@@ -849,7 +849,7 @@ def evaluate(policy: Policy, rewards: dict[str, Any], rows: Sequence[Row], args:
         found = column[column.isfinite()]
         metrics[f"eval/{SHORT.get(name, name)}"] = float(found.mean())
         if len(found) > 1 and name == (args.heldout_reward or next(iter(rewards))):
-            metrics["heldout_se"] = float(found.std()) / len(found) ** 0.5
+            metrics["eval/heldout_se"] = float(found.std()) / len(found) ** 0.5
     return metrics, records
 
 
@@ -1046,9 +1046,9 @@ SHOWN = ("stage", "reward/mean", "reward/fail_frac", "eval/strict", "eval/soft",
 def decline(rows: Sequence[Row], key: str) -> str:
     """The warning after the last row, an evaluation, or "": held-out `key` was below its start
     three times in a row; or three times below its best by more than the standard errors of both
-    (heldout_se), while the training reward of the stage has risen since.
+    (eval/heldout_se), while the training reward of the stage has risen since.
     """
-    seen, se = [row for row in rows if key in row], "heldout_se"
+    seen, se = [row for row in rows if key in row], "eval/heldout_se"
     start, best, late = seen[0], max(seen, key=lambda row: row[key]), seen[-3:]
     since = [row for row in rows[rows.index(best) :] if row.get("stage") == late[-1].get("stage")]
     reward = [row["reward/mean"] for row in since if "reward/mean" in row]

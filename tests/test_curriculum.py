@@ -261,7 +261,8 @@ def test_a_stage_changes_what_it_names_from_its_first_iteration_on(quick, tmp_pa
     common_keys = {"reward/mean", "reward/fail_frac"}
     assert trained[0] == common_keys | {"reward/red"}
     assert trained[1] == trained[2] == common_keys | {"reward/jpeg_compressibility"}
-    evaluated = {"eval/red", "eval/jpeg_compressibility", "eval/kl_ref", "eval/diversity"}
+    evaluated = {"eval/red", "eval/jpeg_compressibility"}
+    evaluated |= {"eval/kl_ref", "eval/diversity", "eval/heldout_se"}
     assert {k for k in rows[-1] if k.startswith("eval/")} == evaluated
     assert rows[1]["nfe"] > rows[0]["nfe"]  # T = 4
 

@@ -196,7 +196,7 @@ def test_evaluation_scores_every_prompt_once(policy, quick, size):
     assert metrics["eval/red"] == pytest.approx(wanted, abs=0.2)
     assert metrics["eval/kl_ref"] > 0
     values = rewards.score(fns, torch.stack([r["image"] for r in records]), rows)[0]
-    assert metrics["heldout_se"] == pytest.approx(float(values.std()) / 5**0.5)
+    assert metrics["eval/heldout_se"] == pytest.approx(float(values.std()) / 5**0.5)
     other = dataclasses.replace(args, seed=7)
     assert common.evaluate(policy, fns, rows, other, common.Ranks("cpu"))[0] == metrics
 
@@ -254,7 +254,7 @@ def history(trained, heldout, se=0.0, stages=None):
     """Rows of a run with one training iteration between evaluations, the last row without it."""
     rows = []
     for i, (reward, value) in enumerate(zip(trained, heldout, strict=True)):
-        row = {"iteration": i, "reward/mean": reward, "eval/strict": value, "heldout_se": se}
+        row = {"iteration": i, "reward/mean": reward, "eval/strict": value, "eval/heldout_se": se}
         rows.append(row | ({"stage": stages[i]} if stages else {}))
     del rows[-1]["reward/mean"]
     return rows
@@ -395,7 +395,7 @@ def test_curves_show_what_is_watched(tmp_path, monkeypatch):
         Figure, "add_subplot", lambda f, *a, **k: shown.append(k["title"]) or add(f, *a, **k)
     )
     watched = ["eval/diversity", "eval/kl_ref", "eval/strict", "reward/mean", "stage"]
-    row = dict.fromkeys([*watched, "iteration", "heldout_se", "nfe"], 1.0)
+    row = dict.fromkeys([*watched, "iteration", "nfe"], 1.0)
     common.draw_curves([row], tmp_path / "curves.png")
     assert shown == watched
 
@@ -492,7 +492,7 @@ def test_metrics(whole_run):
         "log_rho_max", "grad_norm", "nfe", "seconds", "diversity",
     }  # fmt: skip
     assert all(each <= row.keys() for row in rows[:4])
-    evaluated = {"eval/jpeg_compressibility", "eval/kl_ref", "eval/diversity", "heldout_se"}
+    evaluated = {"eval/jpeg_compressibility", "eval/kl_ref", "eval/diversity", "eval/heldout_se"}
     assert [evaluated <= row.keys() for row in rows] == [True, False, True, False, True]
     assert all("kl_ref" not in row for row in rows)  # beta is 0: it does not exist
     assert rows[0]["eval/kl_ref"] == 0
@@ -891,7 +891,7 @@ def test_two_processes_are_one(script, weights, tmp_path, monkeypatch, no_figure
     for a, b in zip(*rows, strict=True):
         assert a.keys() == b.keys()
         for key, value in a.items():
-            kilobytes = "jpeg" in key or "reward" in key or key == "heldout_se"
+            kilobytes = "jpeg" in key or "reward" in key or key == "eval/heldout_se"
             atol = 0.02 if kilobytes else 1e-5  # whole bytes flip
             assert b[key] == pytest.approx(value, rel=1e-4, abs=atol), key
     assert run.stdout.count("trained parameters") == 1  # one rank speaks
