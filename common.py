@@ -1241,7 +1241,7 @@ def draw_samples(records: Sequence[Row], names: Sequence[str], path: Path, title
         axis = figure.add_subplot(lines, 6, k + 1, xticks=[], yticks=[])
         axis.imshow(record["image"].permute(1, 2, 0).numpy(), interpolation="nearest")
         values = " ".join(f"{SHORT.get(n, n)} {v:.2f}" for n, v in zip(names, record["values"]))
-        text = "\n".join([*textwrap.wrap(record["prompt"], 32)[:3], values])
+        text = "\n".join([*textwrap.wrap(record["prompt"], 32)[:3], *textwrap.wrap(values, 32)])
         axis.set_xlabel(text, fontsize=7, parse_math=False)  # a prompt may hold a $
     figure.savefig(path, dpi=100)
 
