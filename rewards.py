@@ -812,9 +812,8 @@ def _(device: Any, dtype: Any, path: str | None = None, scale: float = 1) -> Rew
 
 
 @register("pickscore")
-def _(device: Any, dtype: Any, path: str | None = None, scale: float = 26) -> Reward:
-    """PickScore exp(logit_scale) cos / scale (arXiv 2305.01569); flow_grpo@ac4c86e divides by 26,
-    scale=1 gives the published scores.
+def _(device: Any, dtype: Any, path: str | None = None, scale: float = 1) -> Reward:
+    """PickScore exp(logit_scale) cos / scale (arXiv 2305.01569); flow_grpo@ac4c86e: scale 26.
     """
     _check_positive("scale", scale)
     folder = checkpoint("pickscore", "yuvalkirstain/PickScore_v1", "3.9 GB", path)
@@ -1535,12 +1534,12 @@ def _(
     dtype: object,
     url: str | None = None,
     model: str | None = None,
-    scale: float = 5,
+    scale: float = 1,
     workers: int = 16,
     tries: int = 3,
     timeout: float = 60,
 ) -> Reward:
-    """UnifiedReward's score of 1 to 5 (arXiv 2503.05236) / scale, as flow_grpo@ac4c86e.
+    """UnifiedReward's score of 1 to 5 (arXiv 2503.05236) / scale; flow_grpo@ac4c86e: scale 5.
 
     # differs: the picture goes as JPEG in its own size (official: as PNG of 512 px); an answer
     without a score is NaN (official: 0, below the worst score).
@@ -1908,14 +1907,12 @@ def reward_metrics(
 
 def check_reward(name: str, opts: dict[str, Any], image: Tensor | None, prompt: str) -> bool:
     """Load a reward, downloading nothing, and print whether it can run here, and its score of one
-    (3, H, W) image on its own scale: `scale`, where it has one, is 1.
+    (3, H, W) image.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    known = inspect.signature(REWARDS[name]).parameters
     try:
         row = _parse_row(prompt) if prompt.lstrip().startswith("{") else {"prompt": prompt}
-        native = {"scale": 1} if "scale" in known else {}
-        reward = make_reward(name, device, **{**native, **opts})
+        reward = make_reward(name, device, **opts)
         reward.self_test()
         if image is not None:
             value = reward(image[None], [row["prompt"]], [row]).item()

@@ -215,14 +215,14 @@ def unified(server, **opts):
 
 
 CAPTIONS = ["4", "1", "2.5", "5", "3"]
-SCORES = torch.tensor([4, 1, 2.5, 5, 3]) / 5
+SCORES = torch.tensor([4, 1, 2.5, 5, 3])
 
 
 def test_what_is_sent(server):
     image = torch.from_numpy(inputs.test_image("gradient", 24)).permute(2, 0, 1)[None]
     reward = unified(server)
     assert server.paths == ["/v1/models"]
-    assert reward(image, ["3"]).tolist() == pytest.approx([0.6])
+    assert reward(image, ["3"]).tolist() == [3]
     assert server.paths[1:] == ["/v1/chat/completions"]
     (body,) = server.bodies
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge", 0, 1024)
@@ -247,14 +247,15 @@ def test_the_question_is_the_official_one():
 def test_captions_are_text_and_nothing_else(server):
     server.behave = lambda caption, nth: (200, chat("Final Score: 2"))
     captions = ["{prompt} {0}", 'a "quoted" ] \n{', "%s \\n ☂"]
-    assert unified(server)(noise(3), captions).tolist() == pytest.approx([0.4] * 3)
+    assert unified(server)(noise(3), captions).tolist() == pytest.approx([2.0] * 3)
     texts = {body["messages"][0]["content"][1]["text"] for body in server.bodies}
     head = rewards.UNIFIED_QUESTION.removesuffix("{prompt}]")
     assert texts == {f"{head}{caption}]" for caption in captions}
 
 
 def test_scale(server):
-    assert unified(server, scale=1)(noise(5), CAPTIONS).tolist() == [4, 1, 2.5, 5, 3]
+    values = unified(server, scale=5)(noise(5), CAPTIONS).tolist()
+    assert values == pytest.approx([0.8, 0.2, 0.5, 1, 0.6])
     assert_close(unified(server)(noise(5), CAPTIONS), SCORES)
 
 
