@@ -813,8 +813,7 @@ def _(device: Any, dtype: Any, path: str | None = None, scale: float = 1) -> Rew
 
 @register("pickscore")
 def _(device: Any, dtype: Any, path: str | None = None, scale: float = 1) -> Reward:
-    """PickScore exp(logit_scale) cos / scale (arXiv 2305.01569); flow_grpo@ac4c86e: scale 26.
-    """
+    """PickScore exp(logit_scale) cos / scale (arXiv 2305.01569); flow_grpo@ac4c86e: scale 26."""
     _check_positive("scale", scale)
     folder = checkpoint("pickscore", "yuvalkirstain/PickScore_v1", "3.9 GB", path)
     clip = _load_clip("pickscore", folder, device, dtype)
