@@ -364,6 +364,7 @@ _JOINT_ATTENTION = (*_ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_a
 _FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 _EVERY_LINEAR = _JOINT_ATTENTION + _FEED_FORWARD
 _CLIP = {"geneval_soft": {"clip": True}}
+_PHOTO = {name: {"detector": "mask2former"} for name in ("geneval", "geneval_soft")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,12 +385,16 @@ MODELS = {
     "tiny": ModelSpec(_SD3, "tiny/sd3", 64, 1, _EVERY_LINEAR, _CLIP),
     "tiny-sd": ModelSpec(_SD, "tiny/sd", 64, 10, _ATTENTION + _FEED_FORWARD[:2], _CLIP),
     # official: flow_grpo@9745241, config/grpo.py: 512 px, T5 length 128, attention only
-    "sd35m": ModelSpec(_SD3, "stabilityai/stable-diffusion-3.5-medium", 512, 128, _JOINT_ATTENTION),
+    "sd35m": ModelSpec(
+        _SD3, "stabilityai/stable-diffusion-3.5-medium", 512, 128, _JOINT_ATTENTION, _PHOTO
+    ),
     # official: flow_grpo@9745241, scripts/train_flux.py: feed-forward layers as well
-    "flux": ModelSpec(_FLUX, "black-forest-labs/FLUX.1-dev", 512, 128, _EVERY_LINEAR),
+    "flux": ModelSpec(_FLUX, "black-forest-labs/FLUX.1-dev", 512, 128, _EVERY_LINEAR, _PHOTO),
     # official: ddpo-pytorch@1958463: LoRA on the attention layers
-    "sd15": ModelSpec(_SD, "stable-diffusion-v1-5/stable-diffusion-v1-5", 512, 77, _ATTENTION),
-    "sd14": ModelSpec(_SD, "CompVis/stable-diffusion-v1-4", 512, 77, _ATTENTION),
+    "sd15": ModelSpec(
+        _SD, "stable-diffusion-v1-5/stable-diffusion-v1-5", 512, 77, _ATTENTION, _PHOTO
+    ),
+    "sd14": ModelSpec(_SD, "CompVis/stable-diffusion-v1-4", 512, 77, _ATTENTION, _PHOTO),
 }
 
 

@@ -162,7 +162,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sd15": dict(  # official: ddpo-pytorch@1958463 config/dgx.py, compressibility, for one GPU
         reward="jpeg_compressibility",
         heldout_reward=None,
-        prompts="prompts/animals.txt",  # differs: 45 of the 398 animals
+        prompts="prompts/imagenet_animals.txt",
         iterations=100,
         P=32,
         G=2,

@@ -145,7 +145,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sd15": dict(  # official: jannerm/ddpo@f0b6ca7 config/base.py, compressed_animals_rwr
         reward="jpeg_compressibility",
         heldout_reward=None,
-        prompts="prompts/animals.txt",  # differs: 45 of the 398 animals
+        prompts="prompts/imagenet_animals.txt",
         iterations=10,
         P=40,  # ours: 640 images, then as many reward queries as ddpo.py; official 10 240 images
         G=16,
