@@ -11,7 +11,7 @@ plain denoising over it follow, in which an image counts as much as its reward s
 pred and target are noises for an eps model, velocities for a flow. The rollout is that of ddpo.py,
 with the same noise; compare the two at equal reward queries, P * G an iteration.
 
-    python -m baselines.rwr --model tiny                   # the shipped flow model, on a CPU
+    python -m baselines.rwr                                # the shipped tiny-sd, on a CPU
     python -m baselines.rwr --model sd15                   # on a GPU
     python -m baselines.rwr --objective rwr-sparse --epochs 50    # as many visits as rwr's 5
     python -m baselines.rwr --no-train-cfg --guidance 5    # train the conditional prediction alone
@@ -40,7 +40,7 @@ from rewards import reward_metrics, score
 class Args:
     """Settings; presets per model below override these defaults, flags override both."""
 
-    model: str = "tiny"
+    model: str = "tiny-sd"
     """tiny, tiny-sd (shipped, for a CPU), sd35m, flux, sd15, sd14: a preset"""
     weights: str | None = None
     """hub id or local folder instead of the model's own"""
@@ -141,6 +141,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         eta=0.7,
         inverse_temperature=4.0,
         updates=10,  # 96 images a step
+    ),
+    "tiny-sd": dict(  # ours, as tiny
+        reward="geneval_soft:1,geneval:1",
+        iterations=10,
+        P=60,
+        G=16,
+        lr=5e-4,
+        eval_every=1,
+        save_every=1,
+        inverse_temperature=4.0,
+        updates=10,
     ),
     "sd15": dict(  # official: jannerm/ddpo@f0b6ca7 config/base.py, compressed_animals_rwr
         reward="jpeg_compressibility",

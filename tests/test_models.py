@@ -610,3 +610,10 @@ def test_a_fresh_stock_pipeline_reproduces_the_trained_pictures(make_policy, wei
         assert_close(images[name, w], image, rtol=0, atol=1e-6)
         assert (images[name, w] - images[None, w]).abs().max() > 1e-2
     assert (images["same", 1.0] - images["times four", 1.0]).abs().max() > 1e-2
+
+
+def test_geneval_looks_at_photographs_through_a_real_detector():
+    for name, spec in common.MODELS.items():
+        for reward in ("geneval", "geneval_soft"):
+            detector = spec.reward_options.get(reward, {}).get("detector", "shapes")
+            assert detector == ("shapes" if name.startswith("tiny") else "mask2former"), name
