@@ -669,9 +669,17 @@ def _load(name: str, kind: str, source: Path | None, **options: Any) -> Any:
 
 
 def _load_tokenizer(name: str, kind: str, folder: Path) -> Any:
+    """A tokenizer of transformers. RewardUnavailable where the folder has none: transformers itself
+    would make one without words.
+    """
+    transformers = _library(name, "transformers")
     try:
-        return getattr(_library(name, "transformers"), kind).from_pretrained(folder)
-    except (OSError, ValueError, TypeError) as error:
+        tokenizer = getattr(transformers, kind).from_pretrained(folder)
+        words = tokenizer("a cat")["input_ids"][1:-1]
+        if not words or tokenizer.unk_token_id in words:
+            raise ValueError("it does not know the words 'a cat'")
+        return tokenizer
+    except Exception as error:  # whatever a broken or foreign file raises
         raise RewardUnavailable(
             f"reward {name!r}: no {kind} in {folder}: {_one_line(error)[:200]}"
         ) from error

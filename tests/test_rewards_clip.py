@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -968,6 +969,25 @@ def test_no_tensor_of_a_torch_file_may_be_missing(name, files, tmp_path):
         assert "\n" not in str(caught.value), key
 
 
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"null", b"[]", b"\xff\xfe"])
+@pytest.mark.parametrize("name", ["clipscore", "hpsv2", "imagereward"])
+def test_a_tokenizer_that_is_absent_or_broken_is_one_line(name, content, files, tmp_path):
+    """transformers 5 makes a tokenizer without words of a folder without its file."""
+    source, file, others = {
+        "clipscore": ("gelu", "tokenizer.json", {}),
+        "hpsv2": ("bpe", "vocab.json", dict(path=files / "hps")),
+        "imagereward": ("bert", "vocab.txt", dict(path=files / "ImageReward.pt")),
+    }[name]
+    folder = tmp_path / "folder"
+    shutil.copytree(files / source, folder)
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
+    with pytest.raises(RewardUnavailable, match=r"no (CLIP|Bert)Tokenizer in") as caught:
+        make_reward(name, **{"path" if name == "clipscore" else "tokenizer": folder}, **others)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_folder_of_another_model_is_refused_rather_than_completed_at_random(files):
     with pytest.raises(RewardUnavailable, match=r"no CLIPModel in .*missing or of another shape"):
         make_reward("clipscore", path=_mixed(files))
@@ -977,8 +997,6 @@ def test_a_folder_of_another_model_is_refused_rather_than_completed_at_random(fi
 
 def _mixed(files: Path) -> Path:
     """The tokenizer and config of one CLIP with the weights of another network."""
-    import shutil
-
     folder = files / "mixed"
     shutil.copytree(files / "gelu", folder, dirs_exist_ok=True)
     shutil.copy(files / "detector" / "model.safetensors", folder)
