@@ -1760,8 +1760,8 @@ def read_stages(curriculum: str | None, resumed: str | None) -> list[tuple[str, 
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         form = '{"source": "...", "all": {SETTINGS}, "stages": [{"iterations": 10, SETTINGS}, ...]}'
         raise SystemExit(f"--curriculum: {file}: {error!r}; it should hold {form}") from None
-    names = [f"stage {n} {stage.pop('name', '')}".strip() for n, stage in enumerate(stages, 1)]
-    return [(f"--curriculum: {file}, {name}", stage) for name, stage in zip(names, stages)]
+    names = [f"stage {n} {stage.pop('name', '')}".split() for n, stage in enumerate(stages, 1)]
+    return [(f"--curriculum: {file}, {' '.join(name)}", s) for name, s in zip(names, stages)]
 
 
 def load_pairs(path: str, stages: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -1771,6 +1771,9 @@ def load_pairs(path: str, stages: Sequence[Any]) -> tuple[list[Any], Any]:
     winner, then as the loser.
     """
     folder, where = Path(path).parent, f"--pairs: {path}"
+    for field in ("prompts", "reward"):
+        if len({getattr(stage.args, field) for stage in stages}) > 1:
+            raise SystemExit(f"--pairs: brings its own {field}; drop {field!r} from the stages")
     try:
         numbered = _numbered_prompts(path)
     except ValueError as error:

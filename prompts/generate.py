@@ -227,6 +227,8 @@ def main(args: Args) -> None:
         raise SystemExit(f"--n: {args.n} prompts; use 1 or more")
     if args.kind == "geneval" and args.exclude is None:
         raise SystemExit(f"--exclude: name GenEval's test prompts, from {GENEVAL_TEST}")
+    if args.kind != "geneval" and args.mix != Args.mix:
+        raise SystemExit(f"--mix: belongs to geneval, not to {args.kind}")
     rows = excluded(args.exclude)
     texts = {row["prompt"] for row in rows}
     if args.kind == "geneval":

@@ -210,6 +210,7 @@ def test_the_shipped_animals():
         (dict(kind="geneval", out="x.txt"), "--out: x.txt must end in .jsonl"),
         (dict(kind="ocr", out="x.csv"), "--out: x.csv must end in .jsonl or .txt"),
         (dict(kind="ocr", out="x.txt", n=0), "--n: 0 prompts"),
+        (dict(kind="ocr", out="x.txt", mix="colors:1"), "--mix: belongs to geneval, not to ocr"),
         (dict(kind="geneval", out="x.jsonl"), "--exclude: name GenEval's test prompts, from http"),
         (dict(kind="ocr", out="x.txt", exclude="nowhere.txt"), "--exclude: nowhere.txt: cannot"),
     ],
