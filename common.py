@@ -1108,9 +1108,12 @@ class Run:
         self.before = {n: signal.signal(n, self._stop) for n in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        if self.writes and isinstance(error, SystemExit):  # before the update of an iteration
+            self._save()
+            print(f"stopped after iteration {self.done}; go on with --resume {self.folder}")
         if self.writes:
             draw_curves(self.rows, self.folder / "curves.png")
             self._save_lora("lora")

@@ -625,22 +625,20 @@ def _library(name: str, module: str) -> Any:
         raise RewardUnavailable(f"reward {name!r} needs {module}: pip install {module}") from error
 
 
-def _read_state(name: str, file: Path, key: str) -> dict[str, Tensor]:
-    """The tensors of a .safetensors or torch file, never other objects; it must hold `key`."""
+def _read_state(name: str, file: Path, use: Callable[[Mapping[str, Tensor]], Any]) -> Any:
+    """use(the tensors of a .safetensors or torch file, never other objects)."""
     try:
         if file.suffix == ".safetensors":
             state = _library(name, "safetensors.torch").load_file(file)
         else:
             state = torch.load(file, map_location="cpu", weights_only=True)
-        state = state.get("state_dict", state)
-        state[key]
+        return use(state.get("state_dict", state))
     except RewardUnavailable:
         raise
-    except Exception as error:  # whatever a broken or foreign file raises
+    except Exception as error:  # whatever a broken, incomplete or foreign file raises
         raise RewardUnavailable(
             f"reward {name!r}: {file} is not its checkpoint: {_one_line(error)[:200]}"
         ) from error
-    return dict(state)
 
 
 def _load(name: str, kind: str, source: Path | None, **options: Any) -> Any:
@@ -671,9 +669,17 @@ def _load(name: str, kind: str, source: Path | None, **options: Any) -> Any:
 
 
 def _load_tokenizer(name: str, kind: str, folder: Path) -> Any:
+    """A tokenizer of transformers. RewardUnavailable where the folder has none: transformers itself
+    would make one without words.
+    """
+    transformers = _library(name, "transformers")
     try:
-        return getattr(_library(name, "transformers"), kind).from_pretrained(folder)
-    except (OSError, ValueError, TypeError) as error:
+        tokenizer = getattr(transformers, kind).from_pretrained(folder)
+        words = tokenizer("a cat")["input_ids"][1:-1]
+        if not words or tokenizer.unk_token_id in words:
+            raise ValueError("it does not know the words 'a cat'")
+        return tokenizer
+    except Exception as error:  # whatever a broken or foreign file raises
         raise RewardUnavailable(
             f"reward {name!r}: no {kind} in {folder}: {_one_line(error)[:200]}"
         ) from error
@@ -779,12 +785,13 @@ class AffineHead:
     ) -> None:
         found = (re.fullmatch(re.escape(prefix) + r"(\d+)\.weight", key) for key in state)
         layers = [f"{prefix}{n}" for n in sorted(int(match[1]) for match in found if match)]
-        weight = torch.eye(state[f"{layers[0]}.weight"].shape[1], dtype=torch.float64)
+        weight = torch.eye(state[f"{prefix}0.weight"].shape[1], dtype=torch.float64)
         bias = torch.zeros(len(weight), dtype=torch.float64)
         for layer in layers:
             matrix = state[f"{layer}.weight"].double()
             weight, bias = matrix @ weight, matrix @ bias + state[f"{layer}.bias"].double()
-        self.weight, self.bias = weight[0].float().to(device), bias[0].float().to(device)
+        (row,), (offset,) = weight, bias  # one output
+        self.weight, self.bias = row.float().to(device), offset.float().to(device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(B, D) -> (B,)."""
@@ -832,7 +839,7 @@ def _(device: Any, dtype: Any, path: str | None = None, head: str | None = None)
         "aesthetic", "ttj/sac-logos-ava1-l14-linearMSE", "3.7 MB", head,
         option="head", files=["model.safetensors"],
     )  # fmt: skip
-    affine = AffineHead(_read_state("aesthetic", file, "layers.0.weight"), "layers.", device)
+    affine = _read_state("aesthetic", file, lambda state: AffineHead(state, "layers.", device))
     clip = _load_clip("aesthetic", folder, device, dtype)
     return _on_gpu(lambda images, prompts: affine(clip.embed_images(images)), device)
 
@@ -947,9 +954,11 @@ def _(
     file = checkpoint("hpsv2", "xswu/HPSv2", "2.0 GB", path, files=[HPS_FILES[version]])
     folder = checkpoint("hpsv2", CLIP_L14, "4 MB", tokenizer, option="tokenizer", files=TOKENIZER)
     tokens = _load_tokenizer("hpsv2", "CLIPTokenizer", folder)
-    state = _read_state("hpsv2", file, "visual.proj")
-    config = _library("hpsv2", "transformers").CLIPConfig(**open_clip_config(state, HPS_HEADS))
-    model = _load("hpsv2", "CLIPModel", None, config=config, state_dict=from_open_clip(state))
+    sizes, weights = _read_state(
+        "hpsv2", file, lambda state: (open_clip_config(state, HPS_HEADS), from_open_clip(state))
+    )
+    config = _library("hpsv2", "transformers").CLIPConfig(**sizes)
+    model = _load("hpsv2", "CLIPModel", None, config=config, state_dict=weights)
     pixels = functools.partial(hps_pixels, antialias=antialias)
     clip = ClipPair(model, tokens, device, dtype, pixels)
     return _on_gpu(
@@ -1026,9 +1035,13 @@ class ImageRewardModel:
         self, file: Path, tokenizer: Any, device: str | torch.device, dtype: torch.dtype
     ) -> None:
         name = "imagereward"
-        state = _read_state(name, file, "blip.visual_encoder.cls_token")
-        vision, text = from_imagereward(state)
-        a, b = imagereward_configs(vision, text, IMAGEREWARD_HEADS)
+
+        def use(state: Mapping[str, Tensor]) -> tuple[Any, ...]:
+            towers = from_imagereward(state)
+            sizes = imagereward_configs(*towers, IMAGEREWARD_HEADS)
+            return *towers, *sizes, AffineHead(state, "mlp.layers.", device)
+
+        vision, text, a, b, self.head = _read_state(name, file, use)
         blip = _library(name, "transformers")
         self.vision = _load(
             name, "BlipVisionModel", None, config=blip.BlipVisionConfig(**a), state_dict=vision
@@ -1037,7 +1050,6 @@ class ImageRewardModel:
             name, "BlipTextModel", None, config=blip.BlipTextConfig(**b), state_dict=text,
             add_pooling_layer=False,
         ).to(device, dtype)  # fmt: skip
-        self.head = AffineHead(state, "mlp.layers.", device)
         self.tokenizer, self.device, self.dtype = tokenizer, device, dtype
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -1748,8 +1760,8 @@ def read_stages(curriculum: str | None, resumed: str | None) -> list[tuple[str, 
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         form = '{"source": "...", "all": {SETTINGS}, "stages": [{"iterations": 10, SETTINGS}, ...]}'
         raise SystemExit(f"--curriculum: {file}: {error!r}; it should hold {form}") from None
-    names = [f"stage {n} {stage.pop('name', '')}".strip() for n, stage in enumerate(stages, 1)]
-    return [(f"--curriculum: {file}, {name}", stage) for name, stage in zip(names, stages)]
+    names = [f"stage {n} {stage.pop('name', '')}".split() for n, stage in enumerate(stages, 1)]
+    return [(f"--curriculum: {file}, {' '.join(name)}", s) for name, s in zip(names, stages)]
 
 
 def load_pairs(path: str, stages: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -1759,6 +1771,9 @@ def load_pairs(path: str, stages: Sequence[Any]) -> tuple[list[Any], Any]:
     winner, then as the loser.
     """
     folder, where = Path(path).parent, f"--pairs: {path}"
+    for field in ("prompts", "reward"):
+        if len({getattr(stage.args, field) for stage in stages}) > 1:
+            raise SystemExit(f"--pairs: brings its own {field}; drop {field!r} from the stages")
     try:
         numbered = _numbered_prompts(path)
     except ValueError as error:
@@ -1817,6 +1832,8 @@ def parse_rewards(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, _, weight = part.strip().partition(":")
         check_name(name, "reward")
+        if name in out:
+            raise SystemExit(f"--reward: {name} is there twice; give one weight")
         try:
             out[name] = float(weight or 1)
         except ValueError:
@@ -1828,22 +1845,18 @@ def parse_rewards(text: str) -> dict[str, float]:
 
 
 def load_rewards(
-    names: Iterable[str | None],
-    options: dict[str, dict[str, Any]],
-    device: str,
-    rows: Sequence[Metadata] = (),
+    names: Iterable[str | None], options: dict[str, dict[str, Any]], device: str
 ) -> dict[str, Reward]:
     """Load each named reward once, with its options, and let it test itself. SystemExit in one line
-    if something it needs is missing, metadata in one of the prompt rows included.
+    if something it needs is missing or broken.
     """
     out = {}
     for name in dict.fromkeys(filter(None, names)):
         try:
             out[name] = make_reward(name, device=device, **options.get(name, {}))
-        except RewardUnavailable as error:
+            out[name].self_test()
+        except (RuntimeError, ValueError) as error:
             raise SystemExit(f"--reward {name}: {error}") from None
-        out[name].self_test()
-    check_rows(out, rows)
     return out
 
 
@@ -1878,9 +1891,16 @@ def scorable(
 
 
 def score(rewards: Mapping[str, Reward], images: Tensor, rows: Sequence[Metadata]) -> Tensor:
-    """Rewards (N, B) in native scale, on the CPU; NaN where a sample could not be scored."""
-    prompts = [row["prompt"] for row in rows]
-    return torch.stack([fn(images, prompts, list(rows)).cpu() for fn in rewards.values()])
+    """Rewards (N, B) in native scale, on the CPU; NaN where a sample could not be scored.
+    SystemExit in one line if a reward has become unavailable.
+    """
+    prompts, values = [row["prompt"] for row in rows], []
+    for name, fn in rewards.items():
+        try:
+            values.append(fn(images, prompts, list(rows)).cpu())
+        except RewardUnavailable as error:
+            raise SystemExit(f"--reward {name}: {error}") from None
+    return torch.stack(values)
 
 
 def reward_metrics(
@@ -1943,6 +1963,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_name(args.check, "check")
     if (args.image is None) != (args.prompt is None):
         raise SystemExit("--image: give --image FILE and --prompt TEXT together")
+    if args.check == "all" and args.option:
+        raise SystemExit("--option: belongs to one reward; use --check NAME in place of all")
     image = None if args.image is None else read_image(args.image, "image")
     opts = {}
     for option in args.option:

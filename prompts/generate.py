@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import tyro
 
-from rewards import read_prompts
+from rewards import COLORS, OBJECTS, RELATIONS, read_prompts
 
 Row = dict[str, Any]
 GENEVAL_TEST = (
@@ -49,19 +49,6 @@ class Args:
 
 # ---- GenEval -------------------------------------------------------------------------------------
 
-# The 80 classes of COCO as GenEval names them (geneval@af4902f).
-CLASSES = """
-person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light, fire hydrant,
-stop sign, parking meter, bench, bird, cat, dog, horse, sheep, cow, elephant, bear, zebra, giraffe,
-backpack, umbrella, handbag, tie, suitcase, frisbee, skis, snowboard, sports ball, kite,
-baseball bat, baseball glove, skateboard, surfboard, tennis racket, bottle, wine glass, cup, fork,
-knife, spoon, bowl, banana, apple, sandwich, orange, broccoli, carrot, hot dog, pizza, donut, cake,
-chair, couch, potted plant, bed, dining table, toilet, tv, laptop, computer mouse, tv remote,
-computer keyboard, cell phone, microwave, oven, toaster, sink, refrigerator, book, clock, vase,
-scissors, teddy bear, hair drier, toothbrush
-""".replace("\n", " ").strip().split(", ")  # fmt: skip
-COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
-RELATIONS = ("left of", "right of", "above", "below")
 MIRRORED = {"right of": "left of", "below": "above"}
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
@@ -89,7 +76,7 @@ def plural(name: str) -> str:
 
 def draw(task: str, rng: random.Random) -> Row:
     """A prompt of one task in GenEval's JSONL format."""
-    a, b = rng.sample(CLASSES, 2)
+    a, b = rng.sample(OBJECTS, 2)
     one: Row = {"class": a, "count": 1}
     other: Row = {"class": b, "count": 1}
     more: Row = {}
@@ -106,7 +93,7 @@ def draw(task: str, rng: random.Random) -> Row:
         include = [other, one | {"position": [relation, 0]}]
         prompt = f"a photo of {with_article(a)} {relation} {with_article(b)}"
     else:  # a person has no colour
-        a, b = rng.sample(CLASSES[1:], 2)
+        a, b = rng.sample(OBJECTS[1:], 2)
         colors = rng.sample(COLORS, 2)
         pairs = list(zip((a, b), colors))[: 1 if task == "colors" else 2]
         include = [{"class": name, "count": 1, "color": color} for name, color in pairs]
@@ -134,7 +121,7 @@ def parse_mix(text: str) -> list[str]:
     turn: list[str] = []
     for part in text.split(","):
         task, _, share = part.strip().partition(":")
-        if task not in TASKS or not share.isdigit():
+        if task not in TASKS or not share.isdecimal():
             raise SystemExit(f"--mix: {part!r} is not TASK:INTEGER; tasks: {', '.join(TASKS)}")
         turn += [task] * int(share)
     if not turn:
@@ -240,6 +227,8 @@ def main(args: Args) -> None:
         raise SystemExit(f"--n: {args.n} prompts; use 1 or more")
     if args.kind == "geneval" and args.exclude is None:
         raise SystemExit(f"--exclude: name GenEval's test prompts, from {GENEVAL_TEST}")
+    if args.kind != "geneval" and args.mix != Args.mix:
+        raise SystemExit(f"--mix: belongs to geneval, not to {args.kind}")
     rows = excluded(args.exclude)
     texts = {row["prompt"] for row in rows}
     if args.kind == "geneval":

@@ -125,6 +125,7 @@ BAD = {
     "no stages": ({"stages": []}, ["stages.json", "should hold"]),
     "another key": ({"stages": [STAGE], "stagse": []}, ["stages.json", "stagse"]),
     "stage is no object": ({"stages": [3]}, ["stages.json", "should hold"]),
+    "a name of two lines": ({"stages": [{"name": "a\nb"}]}, ["stage 1 a b, iterations: "]),
     "no iterations": ({"stages": [STAGE, {"name": "late"}]}, ["stage 2 late, iterations: "]),
     "zero iterations": ({"stages": [{"iterations": 0}]}, ["stage 1, iterations: "]),
     "unknown field": ({"stages": [{**STAGE, "warmth": 1}]}, ["stage 1, warmth: ", "lr", "clip"]),
@@ -169,6 +170,16 @@ def test_prompts_that_a_reward_of_a_stage_cannot_score_are_refused(quick, tmp_pa
     stage = {**STAGE, "prompts": str(tmp_path / "plain.txt"), "reward": "geneval"}
     with pytest.raises(SystemExit, match=r"^--prompts: 'a circle' is no prompt for [^\n]*geneval"):
         load(quick(curriculum=write(tmp_path, stage)))
+
+
+@pytest.mark.parametrize("field", ["prompts", "reward"])
+def test_a_file_of_pairs_leaves_no_stage_its_own_prompts_or_reward(quick, tmp_path, field):
+    """They would do nothing."""
+    value = {"prompts": "prompts/animals.txt", "reward": "jpeg_compressibility"}[field]
+    path = write(tmp_path, STAGE, {**STAGE, field: value})
+    args = quick(dgpo, curriculum=path, pairs="pairs.jsonl", **SMALL[dgpo])
+    with pytest.raises(SystemExit, match=rf"^--pairs: brings its own {field}; [^\n]*$"):
+        dgpo.main(args)
 
 
 def test_a_stage_wins_over_what_all_stages_share_and_that_over_the_flags(quick, tmp_path):

@@ -750,7 +750,7 @@ def test_picture_of_any_size_and_kind_is_fitted(tmp_path):
 
 def test_pairs_may_lie_anywhere(tmp_path):
     path = write_pairs(tmp_path, n=2)
-    stages = [common.Stage(0, None, [], {}, {}), common.Stage(3, None, [], {}, {})]
+    stages = [common.Stage(first, dgpo.Args(), [], {}, {}) for first in (0, 3)]
     (stage, last), pictures = rewards.load_pairs(str(path), stages)
     _, _, rows, weights, fns = stage
     assert (last.first, last.train, last.weights) == (3, rows, weights)

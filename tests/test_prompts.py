@@ -26,7 +26,7 @@ def test_geneval_has_its_six_tasks_in_turn_and_sound_metadata():
     for each in rows:
         check_metadata(each)
         names = [clause["class"] for clause in each["include"]]
-        assert {*names} <= {*generate.CLASSES}
+        assert {*names} <= {*generate.OBJECTS}
         assert len({*names}) == len(names)
         colors = [clause["color"] for clause in each["include"] if "color" in clause]
         assert len(colors) == {"colors": 1, "color_attr": 2}.get(each["tag"], 0)
@@ -35,7 +35,7 @@ def test_geneval_has_its_six_tasks_in_turn_and_sound_metadata():
             assert word in each["prompt"].replace("mice", "mouse").replace("kniv", "knif")
     assert Counter(each["tag"] for each in rows) == dict.fromkeys(generate.TASKS, 100)
     assert all({r["tag"] for r in rows[i : i + 6]} == {*generate.TASKS} for i in range(0, 600, 6))
-    assert len(generate.CLASSES) == len({*generate.CLASSES}) == 80
+    assert len(generate.OBJECTS) == len({*generate.OBJECTS}) == 80
 
 
 def test_each_task_says_what_its_metadata_says():
@@ -128,6 +128,7 @@ def test_a_prompt_repeats_only_once_its_task_is_used_up():
         ("cats:1", "--mix: 'cats:1' is not TASK:INTEGER; tasks: single_object"),
         ("colors", "--mix: 'colors' is not"),
         ("colors:-1", "--mix: 'colors:-1' is not"),
+        ("colors:²", "--mix: 'colors:²' is not"),
         ("colors:0", "--mix: 'colors:0' has no prompts"),
     ],
 )
@@ -141,7 +142,7 @@ def test_a_bad_mix_is_refused_in_one_line(mix, line):
 def test_a_test_set_that_leaves_nothing_is_refused():
     every = [
         row("counting", {"class": name, "count": n})
-        for name in generate.CLASSES for n in generate.NUMBERS
+        for name in generate.OBJECTS for n in generate.NUMBERS
     ]  # fmt: skip
     with pytest.raises(SystemExit, match=r"^--exclude: leaves nothing of the task counting"):
         generate.geneval(1, 0, "counting:1", every)
@@ -209,6 +210,7 @@ def test_the_shipped_animals():
         (dict(kind="geneval", out="x.txt"), "--out: x.txt must end in .jsonl"),
         (dict(kind="ocr", out="x.csv"), "--out: x.csv must end in .jsonl or .txt"),
         (dict(kind="ocr", out="x.txt", n=0), "--n: 0 prompts"),
+        (dict(kind="ocr", out="x.txt", mix="colors:1"), "--mix: belongs to geneval, not to ocr"),
         (dict(kind="geneval", out="x.jsonl"), "--exclude: name GenEval's test prompts, from http"),
         (dict(kind="ocr", out="x.txt", exclude="nowhere.txt"), "--exclude: nowhere.txt: cannot"),
     ],

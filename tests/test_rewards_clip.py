@@ -4,6 +4,8 @@ import copy
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -941,6 +943,51 @@ def test_a_foreign_or_broken_file_is_one_line_and_never_run(content, files, tmp_
     assert content != "half" or "vision_model.post_layernorm.bias" in str(caught.value)
 
 
+# what builds a network from each file, and the file
+TORCH_FILES = {
+    "hpsv2": ("hps/HPS_v2.1_compressed.pt", dict(tokenizer="bpe"), "path"),
+    "imagereward": ("ImageReward.pt", dict(tokenizer="bert"), "path"),
+    "aesthetic": ("head.pth", dict(path="quick"), "head"),
+}
+
+
+@pytest.mark.parametrize("name", TORCH_FILES)
+def test_no_tensor_of_a_torch_file_may_be_missing(name, files, tmp_path):
+    """Whichever it is: one line, never a KeyError, never a network that goes without."""
+    source, others, option = TORCH_FILES[name]
+    whole = torch.load(files / source)
+    whole = whole.get("state_dict", whole)
+    others = {key: files / value for key, value in others.items()}
+    unused = re.compile(r"^blip\.\w+_proj\." if name == "imagereward" else "$^")
+    for key in whole:
+        if unused.search(key) or re.search(r"(resblocks|blocks|layer)\.1\.", key):
+            continue  # of no network here, or as those of layer 0
+        part = {k: value for k, value in whole.items() if k != key}
+        torch.save(part, tmp_path / "part.pt")
+        with pytest.raises(RewardUnavailable) as caught:
+            make_reward(name, **others, **{option: tmp_path / "part.pt"})
+        assert "\n" not in str(caught.value), key
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"null", b"[]", b"\xff\xfe"])
+@pytest.mark.parametrize("name", ["clipscore", "hpsv2", "imagereward"])
+def test_a_tokenizer_that_is_absent_or_broken_is_one_line(name, content, files, tmp_path):
+    """transformers 5 makes a tokenizer without words of a folder without its file."""
+    source, file, others = {
+        "clipscore": ("gelu", "tokenizer.json", {}),
+        "hpsv2": ("bpe", "vocab.json", dict(path=files / "hps")),
+        "imagereward": ("bert", "vocab.txt", dict(path=files / "ImageReward.pt")),
+    }[name]
+    folder = tmp_path / "folder"
+    shutil.copytree(files / source, folder)
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
+    with pytest.raises(RewardUnavailable, match=r"no (CLIP|Bert)Tokenizer in") as caught:
+        make_reward(name, **{"path" if name == "clipscore" else "tokenizer": folder}, **others)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_folder_of_another_model_is_refused_rather_than_completed_at_random(files):
     with pytest.raises(RewardUnavailable, match=r"no CLIPModel in .*missing or of another shape"):
         make_reward("clipscore", path=_mixed(files))
@@ -950,8 +997,6 @@ def test_a_folder_of_another_model_is_refused_rather_than_completed_at_random(fi
 
 def _mixed(files: Path) -> Path:
     """The tokenizer and config of one CLIP with the weights of another network."""
-    import shutil
-
     folder = files / "mixed"
     shutil.copytree(files / "gelu", folder, dirs_exist_ok=True)
     shutil.copy(files / "detector" / "model.safetensors", folder)
@@ -1083,6 +1128,7 @@ def test_check_passes_options_on(check):
         (["--check", "hpsv2", "--image", "a.png"], "--image: give --image FILE and --prompt TEXT"),
         (["--check", "hpsv2", "--prompt", "a"], "--image: give --image FILE and --prompt TEXT"),
         (["--check", "hpsv2", "--option", "x"], "--option: 'x' is not KEY=VALUE"),
+        (["--check", "all", "--option", "scale=2"], "--option: belongs to one reward"),
         (["--check", "hpsv2", "--image", __file__, "--prompt", ""], "is no JPEG, PNG"),
         (["--check", "hpsv2", "--image", "gone.png", "--prompt", ""], "--image: gone.png is no"),
     ],

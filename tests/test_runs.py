@@ -798,6 +798,36 @@ def test_too_many_failures_stop_with_one_line(quick, monkeypatch):
     assert {"args.json", "metrics.jsonl", "curves.png", "lora"} <= left
 
 
+@pytest.mark.parametrize("script", [flow_grpo, ddpo, vgrpo, dgpo, rwr], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("call", [1, 3])  # the evaluation before, the rollout of iteration 1
+def test_a_reward_that_goes_away_leaves_a_run_to_resume(
+    quick, tmp_path, monkeypatch, capsys, script, call
+):
+    """One line, and the resumed run is the one without the failure."""
+    calls, gone = [], []
+
+    def score(images, prompts, metas):
+        calls.append(1)
+        if gone and len(calls) == call:
+            raise rewards.RewardUnavailable("no server; start one")
+        return images[:, 0].float().mean((1, 2))
+
+    monkeypatch.setitem(rewards.REWARDS, "far", lambda device, dtype: rewards.Reward(score))
+    own = dict(M=2, t_min=0.0) if script in (vgrpo, dgpo) else {}
+    flags = dict(reward="far", P=2, G=2, micro_batch=4, iterations=3, ema=0.5, **own)
+    script.main(quick(script, **flags, out=str(tmp_path / "whole")))
+    calls.clear()
+    gone.append(1)
+    args = quick(script, **flags, out=str(tmp_path / "part"))
+    with pytest.raises(SystemExit, match=r"^--reward far: no server; start one$"):
+        script.main(args)
+    assert state(args.out)["done"] == (0 if call == 1 else 1)
+    assert f"go on with --resume {args.out}" in capsys.readouterr().out
+    gone.clear()
+    launch(monkeypatch, ["--resume", args.out], script)
+    assert_same_run(args.out, tmp_path / "whole")
+
+
 def test_all_failed_below_the_limit_trains_on(quick, monkeypatch):
     name = failing(monkeypatch, lambda call, i: call == 2)
     args = quick(reward=name, P=2, G=3, micro_batch=6, iterations=2, max_fail=1.0)
@@ -949,6 +979,7 @@ BAD = {
     "unknown reward": (["--reward", "beauty"], ["--reward", "'beauty'", "jpeg_compressibility"]),
     "unknown held-out reward": (["--heldout-reward", "beauty"], ["--heldout-reward", "geneval"]),
     "reward weight": (["--reward", "geneval:x"], ["--reward", "NAME:WEIGHT"]),
+    "reward named twice": (["--reward", "geneval,geneval:2"], ["--reward", "geneval", "twice"]),
     "reward weight is not a number": (["--reward", "geneval:nan"], ["--reward"]),
     "all reward weights zero": (["--reward", "geneval:0"], ["--reward"]),
     "unknown model": (["--model", "sd9"], ["--model", "'sd9'", "tiny", "sd35m"]),
