@@ -685,6 +685,15 @@ def _load_tokenizer(name: str, kind: str, folder: Path) -> Any:
         ) from error
 
 
+def _tower_sizes(layers: Sequence[Tensor], heads: int) -> dict[str, Any]:
+    """Arguments of a transformers config, of the first feed-forward matrix of every layer."""
+    inner, width = layers[0].shape
+    return dict(
+        hidden_size=width, intermediate_size=inner, num_hidden_layers=len(layers),
+        num_attention_heads=heads, hidden_act="gelu",
+    )  # fmt: skip
+
+
 def _rename(key: str, names: Iterable[tuple[str, str]]) -> str:
     for pattern, new in names:
         key = re.sub(pattern, new, key)
@@ -887,13 +896,9 @@ def open_clip_config(state: Mapping[str, Tensor], heads: int) -> dict[str, Any]:
     """Arguments of CLIPConfig for an open_clip ViT with GELU, read off its weights."""
 
     def tower(prefix: str) -> dict[str, Any]:
-        ends = f"{prefix}transformer.resblocks.", ".mlp.c_fc.weight"
-        layers = [key for key in state if key.startswith(ends[0]) and key.endswith(ends[1])]
-        inner, width = state[layers[0]].shape
-        return dict(
-            hidden_size=width, intermediate_size=inner, num_hidden_layers=len(layers),
-            num_attention_heads=heads, hidden_act="gelu",
-        )  # fmt: skip
+        start, end = f"{prefix}transformer.resblocks.", ".mlp.c_fc.weight"
+        layers = [v for k, v in state.items() if k.startswith(start) and k.endswith(end)]
+        return _tower_sizes(layers, heads)
 
     vocabulary, length = len(state["token_embedding.weight"]), len(state["positional_embedding"])
     patch, places = (
@@ -1002,12 +1007,8 @@ def imagereward_configs(
     """Arguments of BlipVisionConfig and BlipTextConfig, read off the weights."""
 
     def tower(state: Mapping[str, Tensor], end: str, heads: int) -> dict[str, Any]:
-        layers = [key for key in state if key.endswith(end) and "attention" not in key]
-        inner, width = state[layers[0]].shape
-        return dict(
-            hidden_size=width, intermediate_size=inner, num_hidden_layers=len(layers),
-            num_attention_heads=heads, hidden_act="gelu",
-        )  # fmt: skip
+        layers = [v for k, v in state.items() if k.endswith(end) and "attention" not in k]
+        return _tower_sizes(layers, heads)
 
     patch = vision["embeddings.patch_embedding.weight"].shape[-1]
     places = vision["embeddings.position_embedding"].shape[1]
@@ -1616,12 +1617,12 @@ class BertRecall:
         source = checkpoint(name, hub_id, "750 M parameters", path, files=PICKLED)
         self.tokenizer = _load_tokenizer(name, "AutoTokenizer", source)
         self.tokenizer.padding_side = "right"
-        model = _load(name, "AutoModel", source).to(dtype)
+        model = _load(name, "AutoModel", source).to(device, dtype)
         layers = model.encoder.layer
         if len(layers) < layer:
             raise ValueError(f"layer must be 1..{len(layers)} for {source}, got {layer}")
         model.encoder.layer = layers[:layer]
-        self.model = model.to(device).eval().requires_grad_(False)
+        self.model = model
         self._device, self._longest = device, model.config.max_position_embeddings
 
     def __call__(self, candidates: Sequence[str], references: Sequence[str]) -> list[float]:

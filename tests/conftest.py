@@ -292,3 +292,9 @@ def load(sd15_folder, flux_folder, monkeypatch):
 
     make.folders = folders
     return make
+
+
+@pytest.fixture
+def policies(make_policy, load):
+    """policies(family, ...): a small flow model or a small eps model."""
+    return lambda family, **o: make_policy(**o) if family == "tiny" else load(family, **o)

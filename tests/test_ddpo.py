@@ -20,12 +20,6 @@ families = pytest.mark.parametrize("family", ["tiny", "sd15"])
 
 
 @pytest.fixture
-def policies(make_policy, load):
-    """policies(family, ...): a small flow model or a small eps model."""
-    return lambda family, **o: make_policy(**o) if family == "tiny" else load(family, **o)
-
-
-@pytest.fixture
 def args():
     return Args(T=4, G=2, P=2, micro_batch=64, updates=1, max_grad_norm=1e9)
 
