@@ -123,6 +123,8 @@ class Args:
     """optimizer steps per rollout, each on its own share of the images; 1 is DDPO_SF"""
     timestep_fraction: float = 1.0
     """share of the steps that is trained, drawn for every image and iteration"""
+    t_min: float = 0.0
+    """smallest noise level whose step is trained; late ones have the noisiest gradients (README)"""
     baseline: Literal["history", "group"] = "history"
     """rewards are compared with the last ones of their prompt, or with their group"""
     history: int = 16
@@ -187,7 +189,7 @@ def check_own(args: Args) -> None:
     refuse_if(args.T < 2, "T", f"{args.T} leaves a flow no trained step")
     refuse_if(args.updates > args.P * args.G, "updates", f"{args.updates} is above P * G images")
     own = ("eta", "updates", "timestep_fraction", "history", "min_count", "clip")
-    check_positive(args, *own, zero=("beta",))
+    check_positive(args, *own, zero=("beta", "t_min"))
     refuse_if(args.timestep_fraction > 1, "timestep_fraction", f"{args.timestep_fraction} > 1")
     refuse_if(not 0 <= args.p_mix <= 1, "p_mix", f"{args.p_mix} is outside 0..1")
 
@@ -226,10 +228,9 @@ def rollout(
     """
     x = common.keyed_noise(policy.latent_shape, args.seed, "x_T", iteration, indices)
     x, kept = x.to(policy.device), []
-    last = args.T - 1 if policy.abars is None else args.T  # a flow ends with a step of its ODE
     for i, (t, s) in enumerate(zip(grid[:-1], grid[1:])):
         x_t, pred = x, policy.predict(x, t, c, args.guidance)
-        if i < last:
+        if i < args.T - (policy.abars is None):  # a flow ends with a step of its ODE
             noise = common.keyed_noise(x[0].shape, args.seed, "step", iteration, indices, i)
             x, logp, _, _ = step(policy, x, pred, t, s, args, noise.to(x.device))
             kept.append((x_t, x, t.expand(len(x)), s.expand(len(x)), logp))
@@ -265,13 +266,13 @@ def update(
     policy: Policy, optimizer: torch.optim.Optimizer, ema: common.Ema, batch: dict[str, Tensor],
     c: common.Cond, A: Tensor, valid: Tensor, iteration: int, args: Args, ranks: Ranks,
 ) -> list[dict[str, float]]:  # fmt: skip
-    """`updates` optimizer steps, each on its own share of the images, the steps in any order."""
+    """`updates` optimizer steps, each on its own share of all ranks' images, steps in any order."""
     logs: list[dict[str, float]] = []
     # A sample without advantage has no policy gradient: only a KL would need its forward.
     # differs: it keeps its weight in the mean; official code drops it and reweighs the others.
     live = valid if args.beta > 0 else valid & (A != 0)
     g = torch.Generator().manual_seed(common.keyed_seed(args.seed, "shuffle", iteration))
-    first, steps = ranks.rank * len(A), batch["t"].shape[1]  # shares are drawn over all ranks
+    first, steps = ranks.rank * len(A), max(int((batch["t"][0] >= args.t_min).sum()), 1)
     order = torch.rand(ranks.world * len(A), steps, generator=g).argsort(1)[first : first + len(A)]
     steps = max(int(steps * args.timestep_fraction), 1)
     for whole in torch.randperm(ranks.world * len(A), generator=g).chunk(args.updates):
@@ -309,9 +310,7 @@ def main(args: Args) -> None:
     ema = common.Ema(policy.params, args.ema)
     grids = {k: policy.grid(a.T) for k, a, *_ in stages}
     histories = {
-        k: [
-            common.RewardHistory(a.history, a.min_count) for _ in weights if a.baseline == "history"
-        ]
+        k: [common.RewardHistory(a.history, a.min_count) for _ in weights if a.baseline != "group"]
         for k, a, _, weights, _ in stages
     }
     run = Run(args, SCRIPT, ranks, policy, optimizer, ema, stages)

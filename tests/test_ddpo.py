@@ -161,6 +161,19 @@ def test_every_image_trains_every_step_once_in_an_order_of_its_own(load, args, m
 
 
 @families
+def test_steps_below_the_smallest_level_are_not_trained(policies, family, args, monkeypatch):
+    policy = policies(family)
+    data = stored(policy, args)
+    levels = data[1]["t"][0].tolist()
+    for n in (1, 2, 3):
+        some = dataclasses.replace(args, t_min=levels[n - 1])  # the level itself is trained
+        drawn = orders(policy, data, some, monkeypatch)
+        exact(drawn.sort(1).values, torch.arange(n).expand(4, n))
+    noisiest = orders(policy, data, dataclasses.replace(args, t_min=1.0), monkeypatch)
+    exact(noisiest, torch.zeros(4, 1, dtype=torch.long))  # one is always trained
+
+
+@families
 def test_micro_batch_changes_nothing(policies, family, args):
     policy = policies(family)
     data = stored(policy, args)
@@ -356,6 +369,7 @@ def test_the_baseline_of_the_group_needs_no_history(small):
         (dict(eta=0.0), "--eta: 0.0 is not"),
         (dict(timestep_fraction=1.5), "--timestep-fraction: 1.5 > 1"),
         (dict(timestep_fraction=0.0), "--timestep-fraction: 0.0 is not"),
+        (dict(t_min=-0.1), "--t-min: -0.1 is not"),
         (dict(history=0), "--history: 0 is not"),
         (dict(min_count=0), "--min-count: 0 is not"),
         (dict(clip=-1.0), "--clip: -1.0 is not"),
