@@ -144,9 +144,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "tiny-sd": dict(  # ours, as tiny
         reward="geneval_soft:1,geneval:1",
-        iterations=10,
+        iterations=9,  # as many reward queries as ddpo.py's 90
         P=60,
         G=16,
+        T=6,
         lr=5e-4,
         eval_every=1,
         save_every=1,
