@@ -20,6 +20,7 @@ from torch.testing import assert_close
 import common
 import dgpo
 import rewards
+import vgrpo
 from common import trained_levels
 from dgpo import Args, preference_loss
 
@@ -238,6 +239,8 @@ def test_who_shares_the_pairs(share):
             ),
             tuple(x[list(part)] for x in drawn),
         )
+    theirs = vgrpo.Args(T=20, M=4, G=3, share=share)  # its levels are drawn in another way
+    exact(drawn[1], vgrpo.draw_pairs(BLANK, grid[:-1], 0, range(9), theirs)[1])
     for other in (dict(seed=1), dict(iteration=1)):
         each = dataclasses.replace(args, seed=other.get("seed", 0))
         t, eps = dgpo.draw_pairs(
@@ -281,8 +284,6 @@ def test_rollout_takes_given_images(policy, args):
 @pytest.mark.parametrize("space", ["x", "v", "eps"])
 def test_errors_are_those_of_vgrpo(policy, args, space, weight):
     """Checked there by hand; the two scripts may not drift apart."""
-    import vgrpo
-
     args = dataclasses.replace(args, space=space, weight=weight)
     data = stored(policy, args)
     with torch.no_grad():
@@ -317,7 +318,8 @@ def brute_force(policy, data, A, args, valid=None):
 
 SETTINGS = [
     dict(), dict(beta=0.5), dict(clip=0.002), dict(ref="ema"), dict(ref="ema", clip=0.002, beta=0.5),
-    dict(ref_guidance=3.0, beta=0.5), dict(train_guidance=2.0), dict(space="x", weight="self"),
+    dict(ref_guidance=3.0, beta=0.5), dict(space="x", weight="self"),
+    dict(train_guidance=2.0, ref_guidance=3.0, ref="ema", clip=0.002, beta=0.5),
     dict(share="none"), dict(share="batch", beta_dpo=30.0),
 ]  # fmt: skip
 
@@ -330,7 +332,7 @@ def test_an_update_is_the_paper_s_gradient(policy, args, flags):
     policy.remember()
     randomise(policy, seed=1, scale=0.1)  # neither the base nor the average
     kept = policy.kept
-    A = torch.tensor([1.2, -0.4, -0.8, 0.3, -1.5, 1.2])
+    A = torch.tensor([0.0, 0.8, -0.8, 0.3, -1.5, 1.2])  # the first may need no forward
     wanted, w = brute_force(policy, data, A, args)
     assert w.std() > 0.01
     for size in (1, 2, 3, 4, 6):
@@ -342,6 +344,18 @@ def test_an_update_is_the_paper_s_gradient(policy, args, flags):
         assert seen["w_mean"] == pytest.approx(w.mean().item(), abs=1e-3)
         assert (0 < seen["clip_fraction"] < 1) == (args.clip is not None)
         assert ("kl_ref" in seen) == (args.beta > 0)
+
+
+def test_every_step_weighs_the_groups_anew(policy, args):
+    args = dataclasses.replace(args, beta_dpo=300.0)
+    data, first = stored(policy, args), [p.detach().clone() for p in policy.params]
+    twice, _ = update(
+        policy, data, A4, dataclasses.replace(args, K=2), Counting(policy.params, lr=0.3)
+    )
+    common.copy_into(policy.params, first)
+    update(policy, data, A4, args, Counting(policy.params, lr=0.3))
+    wanted, _ = brute_force(policy, data, A4, args)
+    assert_close(twice.gradients[1], wanted, rtol=1e-3, atol=1e-3 * wanted.abs().max().item())
 
 
 def test_micro_batch_changes_nothing(make_policy, args):
@@ -384,7 +398,7 @@ def test_number_of_forwards(policy, args, flags, forwards):
 
 def test_at_the_reference_every_weight_is_one_half(make_policy, args):
     policy = make_policy(random=False)
-    args = dataclasses.replace(args, clip=1e-9, beta=1.0)
+    args = dataclasses.replace(args, clip=1e-3, beta=1.0)
     data = stored(policy, args)
     err, _ = dgpo.errors(policy, *data, args, 1.0)
     wanted = gradient(policy, 0.5 * (A4 * err).mean())
@@ -567,9 +581,9 @@ def test_two_ranks_make_the_same_updates_as_one(policy, args, flags):
 @pytest.mark.parametrize("max_grad_norm", [1e-6, 1e6])
 def test_gradient_norm(policy, args, max_grad_norm):
     args = dataclasses.replace(args, max_grad_norm=max_grad_norm)
-    optimizer, logs = update(policy, stored(policy, args), A4, args)
+    optimizer, logs = update(policy, stored(policy, args), A4, args, ranks=OtherRank())
     norm, logged = optimizer.gradients[0].norm(), logs[-1]["grad_norm"]
-    assert logged > 1e-5  # before clipping
+    assert logged > 1e-5  # of the mean over the ranks, before clipping
     assert norm == pytest.approx(min(logged, max_grad_norm), rel=1e-3)
 
 
@@ -637,12 +651,33 @@ def test_a_failed_reward_is_masked(quick, monkeypatch, flags):
         return [math.nan, *values[1:]] if len(values) == 6 else values
 
     monkeypatch.setitem(rewards.REWARDS, "flaky", lambda device, dtype: rewards.Reward(some))
-    args = small(quick, reward="flaky", P=2, G=3, micro_batch=6, iterations=2, **flags)
+    flags = flags | dict(reward="flaky:1,red:1", P=2, G=3, micro_batch=6, iterations=2)
+    args = small(quick, **flags)
     dgpo.main(args)
     rows = read(args.out)
     assert rows[0]["reward/fail_frac"] == pytest.approx(1 / 6)
     assert rows[0]["grad_norm"] > 0
+    assert rows[0]["nfe"] == pytest.approx(4 + (3 if args.K == 1 else 6) * 2 * 5 / 6)
     assert all(p.isfinite().all() for p in state(args.out)["params"])
+
+
+def test_the_moving_average_slows_from_iteration_to_iteration(quick, monkeypatch):
+    decays, original = [], common.Policy.remember
+    monkeypatch.setattr(
+        common.Policy, "remember", lambda p, x=0.0: decays.append(x) or original(p, x)
+    )
+    dgpo.main(small(quick, K=2, iterations=2))
+    assert decays == pytest.approx([0, 0, 1e-3, 2e-3, 3e-3])  # the first one is the start
+
+
+def test_diversity_is_that_of_the_images_of_a_prompt(quick, monkeypatch):
+    seen, original = [], dgpo.update
+    monkeypatch.setattr(dgpo, "update", lambda *a: seen.append(a[3]) or original(*a))
+    args = small(quick, P=2, G=3)
+    dgpo.main(args)
+    one, other = seen[0]["x0"].split(3)
+    wanted = torch.stack([one.std(0), other.std(0)]).mean().item()
+    assert read(args.out)[0]["diversity"] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_two_iterations_and_two_more_are_four(quick, tmp_path, monkeypatch, weights):

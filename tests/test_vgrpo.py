@@ -308,7 +308,8 @@ def test_the_first_of_two_steps_has_ratio_one_and_the_second_has_not(policy, arg
     args = dataclasses.replace(args, K=2, kl_old=0.3)
     data = stored(policy, args)
     policy.calls = 0
-    _, logs = update(policy, data, A4, args, Counting(policy.params, lr=1.0))
+    A = torch.tensor([1.0, -1.0, 0.5, 0.0])  # the last one has a KL to descend all the same
+    _, logs = update(policy, data, A, args, Counting(policy.params, lr=1.0))
     assert policy.calls == 4 * args.M * 3
     first, second = (row for row in logs if "log_rho_max" in row)
     assert first["log_rho_max"] == first["kl_x0"] == 0
@@ -426,6 +427,25 @@ def test_kl(policy, make_policy, args, name, space):
     )
     assert_close(value.detach(), 0.7 * wanted.detach(), rtol=1e-4, atol=1e-9)
     assert_close(gradient(policy, value), 0.7 * gradient(policy, wanted), rtol=1e-3, atol=1e-6)
+
+
+def test_every_policy_has_its_own_guidance(policy, args):
+    """The base that of --ref-guidance, the others that of the update."""
+    args = dataclasses.replace(
+        args, K=2, beta=1.0, kl_ema=1.0, train_guidance=2.0, ref_guidance=3.0
+    )
+    data = stored(policy, args)
+    policy.remember()
+    randomise(policy, seed=1, scale=0.02)
+    fixed = vgrpo.frozen(policy, *data, args)
+    with torch.no_grad():
+        wanted = dict(old=vgrpo.errors(policy, *data, args, 2.0))
+        with policy.old():
+            wanted["ema"] = vgrpo.errors(policy, *data, args, 2.0)
+        with policy.reference():
+            wanted["ref"] = vgrpo.errors(policy, *data, args, 3.0)
+    for name, (err, v) in wanted.items():
+        assert_close((fixed[f"err_{name}"], fixed[f"v_{name}"]), (err, v))
 
 
 def test_every_kl_is_zero_before_the_first_step(make_policy, args):
@@ -591,9 +611,9 @@ def test_two_ranks_make_the_same_updates_as_one(policy, args, flags):
 @pytest.mark.parametrize("max_grad_norm", [1e-6, 1e6])
 def test_gradient_norm(policy, args, max_grad_norm):
     args = dataclasses.replace(args, max_grad_norm=max_grad_norm)
-    optimizer, logs = update(policy, stored(policy, args), A4, args)
+    optimizer, logs = update(policy, stored(policy, args), A4, args, ranks=OtherRank())
     norm, logged = optimizer.gradients[0].norm(), logs[-1]["grad_norm"]
-    assert logged > 1e-5  # before clipping
+    assert logged > 1e-5  # of the mean over the ranks, before clipping
     assert norm == pytest.approx(min(logged, max_grad_norm), rel=1e-3)
 
 
@@ -679,13 +699,33 @@ def test_a_failed_reward_is_masked(quick, monkeypatch, flags):
         return [math.nan, *values[1:]] if len(values) == 6 else values
 
     monkeypatch.setitem(rewards.REWARDS, "flaky", lambda device, dtype: rewards.Reward(some))
-    args = quick(vgrpo, M=2, reward="flaky", P=2, G=3, micro_batch=6, iterations=2, **flags)
+    flags = flags | dict(M=2, reward="flaky:1,red:1", P=2, G=3, micro_batch=6, iterations=2)
+    args = quick(vgrpo, **flags)
     vgrpo.main(args)
     rows = read(args.out)
     assert rows[0]["reward/fail_frac"] == pytest.approx(1 / 6)
     assert rows[0]["grad_norm"] > 0
     assert rows[0]["nfe"] == pytest.approx(3 + (2 if args.K == 1 else 5 * 2) * 5 / 6)
     assert all(p.isfinite().all() for p in state(args.out)["params"])
+
+
+def test_the_moving_average_slows_from_iteration_to_iteration(quick, monkeypatch):
+    decays, original = [], common.Policy.remember
+    monkeypatch.setattr(
+        common.Policy, "remember", lambda p, x=0.0: decays.append(x) or original(p, x)
+    )
+    vgrpo.main(quick(vgrpo, M=2, K=2, iterations=2))
+    assert decays == pytest.approx([0, 0, 1e-3, 2e-3, 3e-3])  # the first one is the start
+
+
+def test_diversity_is_that_of_the_images_of_a_prompt(quick, monkeypatch):
+    seen, original = [], vgrpo.update
+    monkeypatch.setattr(vgrpo, "update", lambda *a: seen.append(a[3]) or original(*a))
+    args = quick(vgrpo, M=2, P=2, G=3)
+    vgrpo.main(args)
+    one, other = seen[0]["x0"].split(3)
+    wanted = torch.stack([one.std(0), other.std(0)]).mean().item()
+    assert read(args.out)[0]["diversity"] == pytest.approx(wanted, rel=1e-4)
 
 
 def launch(monkeypatch, *argv):
@@ -740,6 +780,10 @@ def test_two_iterations_and_two_more_are_four(quick, tmp_path, monkeypatch, weig
         (dict(kl_ema=-0.1), "--kl-ema: -0.1 is not"),
         (dict(ref_guidance=-1.0), "--ref-guidance: -1.0 is not"),
         (dict(train_guidance=0.0), "--train-guidance: 0.0 is not"),
+        (dict(t_min=-0.1), "--t-min/--t-max: -0.1..1.0 is no range"),
+        (dict(t_min=1.0), "--t-min/--t-max: 1.0..1.0 is no range"),
+        (dict(t_max=math.nan), "--t-min/--t-max: 0.0..nan is no range"),
+        (dict(t_max=1.1), "--t-min/--t-max: 0.0..1.1 is no range"),
         (dict(p_mix=1.1), "--p-mix: 1.1 is outside 0..1"),
         (dict(p_mix=-0.1), "--p-mix: -0.1 is outside 0..1"),
     ],
