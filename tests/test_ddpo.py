@@ -2,9 +2,12 @@
 
 import dataclasses
 import functools
+import inspect
 import json
+import re
 
 import conftest
+import diffusers
 import pytest
 import torch
 from conftest import PROMPTS, Counting, randomise
@@ -352,6 +355,15 @@ def test_two_rewards_have_a_history_each_or_one_for_their_sum():
     assert_close(each, ((3 * alone[0] + alone[1]) / 4).float())
     total = common.combine_rewards(values, [3.0, 1.0], 2, "reward", histories=make(2), ids=ids)
     assert_close(total, make(1)[0].advantages(ids, (3 * values[0] + values[1]).double()).float())
+
+
+@families
+def test_the_call_printed_at_the_end_is_one_of_the_stock_pipeline(small, family, capsys):
+    ddpo.main(small(family, P=2, iterations=1))
+    out = capsys.readouterr().out
+    pipeline = getattr(diffusers, re.search(r"diffusers\.(\w+)", out)[1])
+    call = re.search(r"pipe\(PROMPT, (.+)\)\.images", out)[1]
+    assert {*re.findall(r"(\w+)=", call)} <= {*inspect.signature(pipeline.__call__).parameters}
 
 
 def test_the_baseline_of_the_group_needs_no_history(small):
