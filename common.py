@@ -1226,10 +1226,10 @@ class Run:
             absent = "".join(f", {k}=None" for k, part in pipe.components.items() if part is None)
             source, lora = f"{pipe.config._name_or_path!r}{absent}", str(self.folder / "lora")
             print(f"pipe = diffusers.{type(pipe).__name__}.from_pretrained({source})")
-            tokens = self.policy.spec.text_tokens  # the stock SD pipeline has no such argument
-            t5 = f", max_sequence_length={tokens}" * (self.policy.part != "unet")
+            tokens = self.policy.spec.text_tokens
+            more = "" if self.policy.part == "unet" else f", max_sequence_length={tokens}"
             print(f"pipe.load_lora_weights({lora!r})  # then pipe(PROMPT, guidance_scale="
-                  f"{a.eval_guidance}, num_inference_steps={a.eval_T}{t5}).images")  # fmt: skip
+                  f"{a.eval_guidance}, num_inference_steps={a.eval_T}{more}).images")  # fmt: skip
 
 
 def write_atomic(path: Path, text: str) -> None:
