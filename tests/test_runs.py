@@ -893,20 +893,14 @@ TWO = {
 
 @pytest.mark.parametrize("script", TWO, ids=lambda script: script.__name__)
 def test_two_processes_are_one(script, weights, tmp_path, monkeypatch, no_figures):
-    import socket
-
     # One image a forward, as a batch of another size rounds differently; and small steps, or the
     # rounding of the first iteration would flip pixels, hence whole bytes of JPEG, in the second.
     flags = dict(iterations=2, eval_every=1, ema=0, P=2, G=3, micro_batch=1, lr=1e-6)
     flags |= TWO[script]
     launch(monkeypatch, command(weights, tmp_path / "one", **flags), script)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     start = ["-m", script.__name__] if "." in script.__name__ else [f"{script.__name__}.py"]
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-         f"--master-port={port}", *start,
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *start,
          *command(weights, tmp_path / "two", **flags)],
         cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
