@@ -908,9 +908,8 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: s
     import tyro
 
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--model", default=cls().model)
-    first.add_argument("--resume", default=None)
-    first.add_argument("--iterations", default=None)
+    for flag, default in dict(model=cls().model, resume=None, iterations=None).items():
+        first.add_argument(f"--{flag}", default=default)
     given = first.parse_known_args()[0]
     unknown = given.model not in presets
     refuse_if(unknown, "model", f"unknown model {given.model!r}; known: {', '.join(presets)}")
@@ -918,7 +917,8 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: s
     base = saved or {"model": given.model, **presets[given.model]}
     args = tyro.cli(cls, default=dataclasses.replace(cls(), **base), description=doc)
     args.micro_batch = min(args.micro_batch, args.P * args.G)  # as it was saved
-    for key in saved.keys() - RESUME_MAY_CHANGE:
+    free = RESUME_MAY_CHANGE - {"iterations" if saved.get("anneal_lr") else ""}
+    for key in saved.keys() - free:
         new, name = getattr(args, key), key.replace("_", "-")
         why = f"the run in {given.resume} has --{name} {saved[key]}, not {new}; drop that flag"
         refuse_if(new != saved[key], "resume", why)
@@ -1089,8 +1089,8 @@ class Run:
         if args.curriculum:  # what --resume reads, whatever becomes of the file
             table = [{k: v for k, v in vars(s.args).items() if k not in FIXED} for s in stages]
             write_atomic(self.folder / "curriculum.json", json.dumps({"stages": table}, indent=1))
-        lines = "".join(json.dumps(row) + "\n" for row in self.rows)
-        write_atomic(self.folder / "metrics.jsonl", lines)
+        rows = (json.dumps(row) + "\n" for row in self.rows)
+        write_atomic(self.folder / "metrics.jsonl", "".join(rows))
         size = sum(p.numel() for p in policy.params)
         print(f"{self.folder}: {size:,} trained parameters, from iteration {self.done}", flush=True)
         if args.track:
@@ -1142,9 +1142,10 @@ class Run:
     def stage(self, iteration: int) -> Stage:
         """The stage of this iteration; its lr, weight decay and ema hold from now on."""
         self.started = [stage for stage in self.stages if stage.first <= iteration]
-        stage = self.started[-1]
-        lr, weight_decay, self.ema.cap = stage.args.lr, stage.args.weight_decay, stage.args.ema
-        self.optimizer.param_groups[0].update(lr=lr, weight_decay=weight_decay)
+        first, a, *_ = stage = self.started[-1]
+        lr = a.lr * (1 - (iteration - first) / a.iterations if a.anneal_lr else 1.0)
+        self.optimizer.param_groups[0].update(lr=lr, weight_decay=a.weight_decay)
+        self.ema.cap = a.ema
         return stage
 
     def evaluate(self, iteration: int, rewards: dict[str, Any], rows: Sequence[Row],
@@ -1217,7 +1218,7 @@ class Run:
 
     def finish(self, rewards: dict[str, Any], rows: Sequence[Row], p_mix: float = 1.0) -> None:
         """The last evaluation, unless interrupted, and the lines that use the trained LoRA."""
-        pipe, a = self.policy.pipe, self.args
+        pipe, spec, a = self.policy.pipe, self.policy.spec, self.args
         if not self.stop:
             self.log(self.done, self.evaluate(self.done, rewards, rows, p_mix))
         elif self.writes:
@@ -1226,8 +1227,7 @@ class Run:
             absent = "".join(f", {k}=None" for k, part in pipe.components.items() if part is None)
             source, lora = f"{pipe.config._name_or_path!r}{absent}", str(self.folder / "lora")
             print(f"pipe = diffusers.{type(pipe).__name__}.from_pretrained({source})")
-            tokens = self.policy.spec.text_tokens
-            more = "" if self.policy.part == "unet" else f", max_sequence_length={tokens}"
+            more = "" if spec.pipeline == _SD else f", max_sequence_length={spec.text_tokens}"
             print(f"pipe.load_lora_weights({lora!r})  # then pipe(PROMPT, guidance_scale="
                   f"{a.eval_guidance}, num_inference_steps={a.eval_T}{more}).images")  # fmt: skip
 

@@ -68,6 +68,8 @@ class Args:
     """deterministic sampler of the evaluation"""
     lr: float = 1e-3
     """AdamW learning rate"""
+    anneal_lr: bool = False
+    """let it fall linearly to 0 over the iterations (of a stage)"""
     lora_r: int = 16
     """LoRA rank"""
     lora_alpha: int = 32

@@ -242,6 +242,24 @@ def test_stages_without_a_change_are_the_run_without_stages(quick, tmp_path, scr
 
 
 @every_script
+def test_the_learning_rate_falls_to_zero_within_each_stage(quick, tmp_path, script, monkeypatch):
+    seen, original = [], script.update
+
+    def update(policy, optimizer, *others):
+        seen.append(optimizer.param_groups[0]["lr"])
+        return original(policy, optimizer, *others)
+
+    monkeypatch.setattr(script, "update", update)
+    own = dict(lr=0.1, anneal_lr=True, weight_decay=0.0, **SMALL[script])
+    script.main(quick(script, iterations=2, out=str(tmp_path / "alone"), **own))
+    assert seen == pytest.approx([0.1, 0.05])
+    seen.clear()
+    stages = {"iterations": 3}, {"iterations": 1, "lr": 0.4}, {"iterations": 2, "anneal_lr": False}
+    script.main(quick(script, curriculum=write(tmp_path, *stages), **own))
+    assert seen == pytest.approx([0.1, 0.2 / 3, 0.1 / 3, 0.4, 0.1, 0.1])
+
+
+@every_script
 def test_a_stage_changes_what_it_names_from_its_first_iteration_on(quick, tmp_path, script):
     (tmp_path / "other.txt").write_text("a green square\n")
     seen, original = [], script.update

@@ -23,7 +23,7 @@ ALL = [*TOP, *sorted(str(p.relative_to(ROOT)) for d in FOLDERS for p in ROOT.glo
 BANNERS = ["1. Settings", "2. Algorithm", "3. Main"]
 SHARED = """
     model weights reward combine heldout_reward prompts iterations curriculum P G micro_batch T
-    guidance solver lr lora_r lora_alpha weight_decay max_grad_norm adv_std adv_clip ema eval_every
+    guidance solver lr anneal_lr lora_r lora_alpha weight_decay max_grad_norm adv_std adv_clip ema eval_every
     eval_prompts eval_guidance eval_T save_every max_fail seed device dtype gradient_checkpointing
     compile out resume overwrite track
 """.split()  # noqa: SIM905

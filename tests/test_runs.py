@@ -999,6 +999,10 @@ BAD = {
         ["--resume", "{tmp}/old", "--lr", "0.5"],
         ["--resume", "--lr", "0.5"],
     ),
+    "resume a falling learning rate for longer": (
+        ["--resume", "{tmp}/annealed", "--iterations", "9"],
+        ["--resume", "--iterations", "not 9"],
+    ),
     "resume another version": (["--resume", "{tmp}/older"], ["--resume", "gone"]),
     "resume a broken file": (["--resume", "{tmp}/torn"], ["--resume", "args.json"]),
     "weights without a pipeline": (["--weights", "{tmp}"], ["--weights", "model_index.json"]),
@@ -1023,6 +1027,7 @@ def refusals(weights, tmp_path_factory):
     for name, text in {
         "old": json.dumps({"script": "flow_grpo", **saved}),
         "other": json.dumps({"script": "ddpo", **saved}),
+        "annealed": json.dumps({"script": "flow_grpo", **saved, "anneal_lr": True}),
         "older": json.dumps({"script": "flow_grpo", **saved, "gone": 1}),
         "torn": '{"script": "flow_g',
     }.items():
@@ -1128,6 +1133,7 @@ CHANGES = {
     "T": (4, {}),
     "guidance": (3.0, {}),
     "lr": (1e-2, {}),
+    "anneal_lr": (True, dict(iterations=2)),
     "lora_r": (2, {}),
     "lora_alpha": (16, {}),
     "weight_decay": (0.5, dict(lr=0.1)),
