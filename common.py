@@ -917,8 +917,8 @@ def parse_args(cls: Any, presets: dict[str, dict[str, Any]], script: str, doc: s
     base = saved or {"model": given.model, **presets[given.model]}
     args = tyro.cli(cls, default=dataclasses.replace(cls(), **base), description=doc)
     args.micro_batch = min(args.micro_batch, args.P * args.G)  # as it was saved
-    free = RESUME_MAY_CHANGE - {"iterations" if saved.get("anneal_lr") else ""}
-    for key in saved.keys() - free:
+    annealed = {"iterations"} if saved.get("anneal_lr") else set[str]()  # they set the rate
+    for key in saved.keys() - RESUME_MAY_CHANGE | annealed:
         new, name = getattr(args, key), key.replace("_", "-")
         why = f"the run in {given.resume} has --{name} {saved[key]}, not {new}; drop that flag"
         refuse_if(new != saved[key], "resume", why)
@@ -1089,8 +1089,8 @@ class Run:
         if args.curriculum:  # what --resume reads, whatever becomes of the file
             table = [{k: v for k, v in vars(s.args).items() if k not in FIXED} for s in stages]
             write_atomic(self.folder / "curriculum.json", json.dumps({"stages": table}, indent=1))
-        rows = (json.dumps(row) + "\n" for row in self.rows)
-        write_atomic(self.folder / "metrics.jsonl", "".join(rows))
+        lines = "".join(json.dumps(row) + "\n" for row in self.rows)
+        write_atomic(self.folder / "metrics.jsonl", lines)
         size = sum(p.numel() for p in policy.params)
         print(f"{self.folder}: {size:,} trained parameters, from iteration {self.done}", flush=True)
         if args.track:
@@ -1143,7 +1143,7 @@ class Run:
         """The stage of this iteration; its lr, weight decay and ema hold from now on."""
         self.started = [stage for stage in self.stages if stage.first <= iteration]
         first, a, *_ = stage = self.started[-1]
-        lr = a.lr * (1 - (iteration - first) / a.iterations if a.anneal_lr else 1.0)
+        lr = a.lr * (1 - (iteration - first) / a.iterations) if a.anneal_lr else a.lr
         self.optimizer.param_groups[0].update(lr=lr, weight_decay=a.weight_decay)
         self.ema.cap = a.ema
         return stage

@@ -23,9 +23,9 @@ ALL = [*TOP, *sorted(str(p.relative_to(ROOT)) for d in FOLDERS for p in ROOT.glo
 BANNERS = ["1. Settings", "2. Algorithm", "3. Main"]
 SHARED = """
     model weights reward combine heldout_reward prompts iterations curriculum P G micro_batch T
-    guidance solver lr anneal_lr lora_r lora_alpha weight_decay max_grad_norm adv_std adv_clip ema eval_every
-    eval_prompts eval_guidance eval_T save_every max_fail seed device dtype gradient_checkpointing
-    compile out resume overwrite track
+    guidance solver lr anneal_lr lora_r lora_alpha weight_decay max_grad_norm adv_std adv_clip ema
+    eval_every eval_prompts eval_guidance eval_T save_every max_fail seed device dtype
+    gradient_checkpointing compile out resume overwrite track
 """.split()  # noqa: SIM905
 MAIN_BANNERS = ["prompts and rollout", "reward and advantage", "update", "log, save"]
 # Variables of main whose assignments must be the same text in every script.
