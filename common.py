@@ -590,12 +590,12 @@ class Policy:
 
     @torch.no_grad()
     def decode(self, x0: Tensor) -> Tensor:
-        """Images (B, 3, H, W), fp32 in [0, 1]."""
+        """Images (B, 3, H, W), fp32 in [0, 1]; eight at a time, which stay in a CPU's cache."""
         config, x0 = self.vae.config, x0.float()
         if self.spec.pipeline == _FLUX:
             x0 = self.pipe._unpack_latents(x0, self.pixels, self.pixels, self.pipe.vae_scale_factor)
-        x0 = x0 / config.scaling_factor + (config.shift_factor or 0)
-        return (self.vae.decode(x0).sample / 2 + 0.5).clamp(0, 1)
+        parts = (x0 / config.scaling_factor + (config.shift_factor or 0)).split(8)
+        return torch.cat([(self.vae.decode(x).sample / 2 + 0.5).clamp(0, 1) for x in parts])
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -347,7 +346,7 @@ def frozen(
 ) -> dict[str, Tensor]:
     """What stays over the K steps: err_NAME and v_NAME of the other policies, as from errors()."""
     needed = dict(ref=args.ref == "base" or args.beta > 0, ema=args.ref == "ema" or bool(args.clip))
-    other: dict[str, Any] = dict(old=nullcontext, ref=policy.reference, ema=policy.old)
+    other: dict[str, Any] = dict(ref=policy.reference, ema=policy.old)
     out = {}
     for name in (name for name, need in needed.items() if need):
         with other[name]():
@@ -356,42 +355,36 @@ def frozen(
     return out
 
 
-def weigh(
-    policy: Policy, parts: list[Any], stays: list[Any], A: Tensor, live: Tensor, args: Args
-) -> dict[str, float]:
-    """Add slope (M, B), d loss / d err, to every micro-batch. The weight of a group needs all its
-    errors, those in other micro-batches too: hence a pass of its own, without gradient.
-    """
-
-    def whole(x: Tensor) -> Tensor:  # (M, P * G), 0 where nothing is read
-        return x.new_zeros(args.M, len(A)).masked_scatter(live.to(x.device), x)
-
-    with torch.no_grad():
-        err = torch.cat([errors(policy, c, b, args, args.train_guidance)[0] for c, b in parts], 1)
+def weigh(errs: list[Tensor], stays: list[dict[str, Any]], A: Tensor, args: Args) -> None:
+    """Add slope (M, b), d loss / d err, to micro-batches of whole groups; A (B,), errs (M, b)."""
+    err, rows = torch.cat(errs, 1), torch.cat([x["rows"] for x in stays])
     err_ref = torch.cat([x["err_ema" if args.ref == "ema" else "err_ref"] for x in stays], 1)
-    mask = torch.zeros_like(err, dtype=torch.bool)
+    mask = torch.zeros_like(err)
     if args.clip is not None:
         rho = (torch.cat([x["err_ema"] for x in stays], 1) - err).exp()
-        mask = torch.where(A[live] > 0, rho > 1 + args.clip, rho < 1 - args.clip)
-    leaf = whole(err).requires_grad_()
-    total, w = preference_loss(leaf, whole(err_ref), A, args.G, args.beta_dpo, whole(mask))
-    slope = len(A) * torch.autograd.grad(total, leaf)[0][:, live]
-    for fixed, x in zip(stays, slope.split(args.micro_batch, 1)):
-        fixed["slope"] = x
-    return dict(clip_fraction=mask.float().mean().item(), w_mean=w.mean().item())
+        mask = torch.where(A > 0, rho > 1 + args.clip, rho < 1 - args.clip).to(err)
+    full = err.new_zeros(4, args.M, (int(rows.max()) // args.G + 1) * args.G)  # 0: nothing is read
+    full[:, :, rows] = torch.stack([err, err_ref, A.expand_as(err), mask])
+    leaf, err_ref, A, masked = full
+    total, w = preference_loss(leaf.requires_grad_(), err_ref, A, args.G, args.beta_dpo, masked > 0)
+    slope = full.shape[2] * torch.autograd.grad(total, leaf)[0][:, rows]
+    stats = dict(clip_fraction=mask.mean(), w_mean=w[:, rows // args.G].mean())
+    for x, part in zip(stays, slope.split([err.shape[1] for err in errs], 1)):
+        x |= dict(slope=part, stats=stats)
 
 
 def loss(
-    policy: Policy, c: common.Cond, batch: dict[str, Tensor], fixed: dict[str, Tensor], args: Args
-) -> tuple[Tensor, dict[str, Tensor]]:
+    policy: Policy, c: common.Cond, batch: dict[str, Tensor], A: Tensor, fixed: dict[str, Any],
+    args: Args,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Errors times their slopes (the gradient of the preference loss) plus the KL to the base."""
     err, v = errors(policy, c, batch, args, args.train_guidance)
-    total, stats = (fixed["slope"] * err).sum(0).mean(), dict[str, Tensor]()
-    for name, weight in dict(ref=args.beta).items():
-        if weight > 0 and f"v_{name}" in fixed:
-            kl = (v - fixed[f"v_{name}"]).square().flatten(2).mean(2)  # (M, B)
-            total = total + weight * kl.mean()
-            stats[f"kl_{name}"] = kl.detach().mean()
+    if "slope" not in fixed:  # this micro-batch holds whole groups
+        weigh([err.detach()], [fixed], A, args)
+    total, stats = (fixed.pop("slope") * err).sum(0).mean(), fixed["stats"].copy()
+    if args.beta > 0:
+        kl = (v - fixed["v_ref"]).square().mean()
+        total, stats["kl_ref"] = total + args.beta * kl, kl.detach()
     return total, stats
 
 
@@ -407,13 +400,15 @@ def update(
         return logs
     chunks = [rows for rows in live.nonzero().flatten().split(args.micro_batch) if len(rows)]
     parts = [(take(c, rows), take(batch, rows)) for rows in chunks]
-    stays = [frozen(policy, *part, args) for part in parts]
+    stays = [frozen(policy, *part, args) | {"rows": x} for x, part in zip(chunks, parts)]
     for k in range(args.K):
         optimizer.zero_grad()
-        if parts:
-            logs.append(weigh(policy, parts, stays, A.to(policy.device), live, args))
+        if len(chunks) > 1 and (args.micro_batch % args.G or not live.all()):  # groups are split
+            with torch.no_grad():
+                errs = [errors(policy, *part, args, args.train_guidance)[0] for part in parts]
+            weigh(errs, stays, A[live].to(policy.device), args)
         for rows, part, fixed in zip(chunks, parts, stays):
-            value, stats = loss(policy, *part, fixed, args)
+            value, stats = loss(policy, *part, A[rows].to(policy.device), fixed, args)
             (len(rows) / len(A) * value).backward()
             logs.append({"images": len(rows)} | {k: float(x) for k, x in stats.items()})
         ranks.average_gradients(policy.params)
