@@ -10,6 +10,7 @@ file imports torch and the standard library; what else a reward needs, its facto
 import argparse
 import base64
 import functools
+import hashlib
 import html
 import importlib
 import inspect
@@ -21,6 +22,7 @@ import os
 import re
 import time
 import unicodedata
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -479,15 +481,48 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+class SharedDetector:
+    """A detector of several rewards: what one of them has found, the others need not look for."""
+
+    keep = 64  # calls
+
+    def __init__(self, detector: Detector) -> None:
+        self.detector, self.found = detector, dict[bytes, Sequence[Sequence[Detection]]]()
+
+    def __getattr__(self, name: str) -> Any:  # kind, check, self_test_case
+        return getattr(self.detector, name)
+
+    def __call__(self, images: Tensor, metas: Sequence[Metadata]) -> Sequence[Sequence[Detection]]:
+        text = repr((images.shape, metas)).encode()
+        key = hashlib.blake2b(text + images.cpu().numpy().tobytes()).digest()
+        if key not in self.found:
+            self.found[key] = self.detector(images, metas)
+            if len(self.found) > self.keep:
+                del self.found[next(iter(self.found))]
+        return self.found[key]
+
+
+_shared: weakref.WeakValueDictionary[Any, SharedDetector] = weakref.WeakValueDictionary()
+
+
 def _make_detector(
     detector: str | Detector, path: str | None, clip_path: str | None, device: Any, dtype: Any
 ) -> Detector:
-    if detector == "mask2former":
-        return Mask2FormerDetector(path, clip_path, device, dtype)
-    if path or clip_path:
+    if detector != "mask2former" and (path or clip_path):
         raise ValueError("options path and clip_path belong to detector='mask2former'")
     if callable(detector):
         return detector
+    key = (detector, path, clip_path, str(device), dtype)
+    shared = _shared.get(key) or SharedDetector(_load_detector(*key))
+    _shared[key] = shared
+    return shared
+
+
+def _load_detector(
+    detector: str, path: str | None, clip_path: str | None, device: Any, dtype: Any
+) -> Detector:
+    if detector == "mask2former":
+        return Mask2FormerDetector(path, clip_path, device, dtype)
     if detector != "shapes":
         raise ValueError(
             f"unknown detector {detector!r}; known detectors: shapes, mask2former, or a callable"

@@ -1,5 +1,6 @@
 """rewards.py: the contract of every reward, JPEG size, GenEval's rule, prompt files."""
 
+import gc
 import importlib.util
 import json
 import logging
@@ -315,6 +316,47 @@ def test_clip_bounds_the_cost_of_extra_objects():
     assert geneval_score(five, want(3), clip=True).soft == 1 - 2 / 3
     reward = make_reward("geneval_soft", detector=lambda images, metas: [five], clip=True)
     assert reward(noise(1), [""], [want(1)]).item() == 0
+
+
+def test_the_two_rewards_share_what_one_detector_finds(monkeypatch):
+    from tiny.world import ShapeDetector
+
+    looked, original = [], ShapeDetector.__call__
+    monkeypatch.setattr(
+        ShapeDetector, "__call__", lambda self, x, m: looked.append((self, len(x))) or original(self, x, m)
+    )  # fmt: skip
+    image, (meta,) = ShapeDetector().self_test_case()
+    images = image.expand(20, -1, -1, -1).clone()
+    images[3] = images[3].flip(-1)  # another picture
+    hard, soft = make_reward("geneval"), make_reward("geneval_soft")
+    metas = [meta] * 20
+    values = hard(images, [""] * 20, metas), soft(images, [""] * 20, metas)
+    assert [n for _, n in looked] == [16, 4]
+    assert len({id(detector) for detector, _ in looked}) == 1
+    for i in (0, 3, 19):
+        (found,) = original(ShapeDetector(), images[i : i + 1], [meta])
+        score = geneval_score(found, meta)
+        assert (values[0][i], values[1][i]) == (score.benchmark, score.soft)
+    hard(images[:16].flip(0), [""] * 16, metas[:16])  # in another order
+    hard(images[:16], [""] * 16, [{**meta, "prompt": "x"}] * 16)  # of other prompts
+    assert [n for _, n in looked] == [16, 4, 16, 16]
+
+
+def test_a_shared_detector_forgets_what_is_old_and_goes_with_its_rewards():
+    calls = []
+    detector = rewards.SharedDetector(lambda images, metas: calls.append(1) or [[]] * len(images))
+    pictures = [noise(1, 8 + i) for i in range(detector.keep + 1)]
+    for image in (*pictures, *pictures[1:]):
+        assert detector(image, [want(1)]) == [[]]
+    assert len(calls) == len(pictures)
+    detector(pictures[0], [want(1)])
+    assert len(calls) == len(pictures) + 1
+    before = set(rewards._shared)
+    hard = make_reward("geneval", device="cpu")
+    assert rewards._shared
+    del hard
+    gc.collect()
+    assert set(rewards._shared) <= before
 
 
 # A second derivation: clauses as recursive predicates over the scene, terms listed by situation.
