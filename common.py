@@ -443,6 +443,7 @@ class Policy:
         for p in self.params:
             p.data = p.data.float()
         self.network = self.net  # torch.compile replaces it
+        self.behaviour: Callable[[], Any] = nullcontext  # weights that draw the rollouts
         self.calls = 0  # images sent through the network; guidance sends each twice
         self.kept: list[Tensor] | None = None  # of remember()
         self._encodings: dict[str, Cond] = {}
@@ -450,10 +451,8 @@ class Policy:
         side = spec.resolution // pipe.vae_scale_factor
         side = side if packed else min(side, config.sample_size)
         self.pixels = side * pipe.vae_scale_factor  # of a side of the image
-        shape = (
-            ((side // 2) ** 2, config.in_channels) if packed else (config.in_channels, side, side)
-        )
-        self.latent_shape: tuple[int, ...] = shape  # of one image
+        tokens, C = (side // 2) ** 2, config.in_channels
+        self.latent_shape: tuple[int, ...] = (tokens, C) if packed else (C, side, side)  # one image
         clean, abar = torch.ones(1), getattr(pipe.scheduler, "alphas_cumprod", None)
         self.abars = None if abar is None else torch.cat([clean, abar]).to(device)  # at 1000 t
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -133,6 +134,8 @@ class Args:
     """what the error compares: clean latents, velocities or noises"""
     weight: Literal["self", "none", "ghuber", "t"] = "none"
     """of an error: over its own mean absolute value (V-GRPO), 1, AWM's root, or t"""
+    rollout: Literal["policy", "ema"] = "policy"
+    """who draws the images: the trained weights, or their moving average (--ema)"""
     K: int = 1
     """gradient steps per rollout, each on all images and the same pairs"""
     beta_dpo: float = 100.0
@@ -259,6 +262,7 @@ def check_own(args: Args) -> None:
     refuse_if(bad, "t-min/--t-max", f"{args.t_min}..{args.t_max} is no range within 0..1")
     own = ("M", "K", "beta_dpo", "clip", "train_guidance", "ref_guidance")
     check_positive(args, *own, zero=("beta",))
+    refuse_if(args.rollout == "ema" and args.ema == 0, "rollout", "ema wants an --ema above 0")
     refuse_if(not 0 <= args.p_mix <= 1, "p_mix", f"{args.p_mix} is outside 0..1")
     refuse_if(bool(args.pairs) and args.G != 2, "pairs", "a pair is a group of 2; add --G 2")
 
@@ -317,7 +321,8 @@ def rollout(
     x0 = c.get("x0")  # of --pairs
     if x0 is None:
         x = common.keyed_noise(policy.latent_shape, args.seed, "x_T", iteration, indices)
-        x0 = policy.sample(x.to(policy.device), c, args.T, args.guidance, args.solver)
+        with policy.behaviour():
+            x0 = policy.sample(x.to(policy.device), c, args.T, args.guidance, args.solver)
     t, eps = draw_pairs(policy, grid, iteration, indices, args)
     return dict(x0=x0, t=t, eps=eps)
 
@@ -346,7 +351,7 @@ def frozen(
 ) -> dict[str, Tensor]:
     """What stays over the K steps: err_NAME and v_NAME of the other policies, as from errors()."""
     needed = dict(ref=args.ref == "base" or args.beta > 0, ema=args.ref == "ema" or bool(args.clip))
-    other: dict[str, Any] = dict(ref=policy.reference, ema=policy.old)
+    other: dict[str, Any] = dict(old=policy.behaviour, ref=policy.reference, ema=policy.old)
     out = {}
     for name in (name for name, need in needed.items() if need):
         with other[name]():
@@ -383,8 +388,9 @@ def loss(
         weigh([err.detach()], [fixed], A, args)
     total, stats = (fixed.pop("slope") * err).sum(0).mean(), fixed["stats"].copy()
     if args.beta > 0:
-        kl = (v - fixed["v_ref"]).square().mean()
-        total, stats["kl_ref"] = total + args.beta * kl, kl.detach()
+        kl = (v - fixed["v_ref"]).square()
+        total = total + args.beta * kl.mean()
+        stats["kl_ref"] = kl.detach().mean()
     return total, stats
 
 
@@ -445,6 +451,7 @@ def main(args: Args) -> None:
         for iteration in run.iterations():
             start, metrics = time.time(), dict[str, float]()
             first, args, train, weights, rewards = run.stage(iteration)
+            policy.behaviour = ema.active if args.rollout == "ema" else nullcontext
             if iteration % args.eval_every == 0:
                 metrics |= run.evaluate(iteration, watched, heldout, args.p_mix)
 

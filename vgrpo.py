@@ -136,12 +136,14 @@ class Args:
     """what the error compares: clean latents, velocities or noises"""
     weight: Literal["self", "none", "ghuber", "t"] = "self"
     """of an error: over its own mean absolute value (V-GRPO), 1, AWM's root, or t"""
+    rollout: Literal["policy", "ema"] = "policy"
+    """who draws the images: the trained weights, or their moving average (--ema)"""
     K: int = 1
     """gradient steps per rollout, each on all images and the same pairs"""
     clip: float | None = None
-    """PPO range on rho, None is off; acts from the second of K steps on"""
+    """PPO range on rho, None is off; acts from the second of K steps on, or with --rollout ema"""
     kl_old: float = 0.0
-    """weight of the squared change of x0_hat since the rollout; acts from the second of K steps"""
+    """weight of the squared change of x0_hat since the rollout; acts when --clip does"""
     soft_clip: float | None = 3.0
     """eta of A <- eta tanh(A / eta), None is off; breaks the zero sum of a group"""
     beta: float = 0.0
@@ -257,6 +259,7 @@ def check_own(args: Args) -> None:
     refuse_if(bad, "t-min/--t-max", f"{args.t_min}..{args.t_max} is no range within 0..1")
     own = ("M", "K", "clip", "soft_clip", "train_guidance", "ref_guidance")
     check_positive(args, *own, zero=("kl_old", "beta", "kl_ema"))
+    refuse_if(args.rollout == "ema" and args.ema == 0, "rollout", "ema wants an --ema above 0")
     refuse_if(not 0 <= args.p_mix <= 1, "p_mix", f"{args.p_mix} is outside 0..1")
 
 
@@ -312,7 +315,8 @@ def rollout(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Sample x0 (B, C, H, W) by an ODE solver; draw its pairs t (B, M), eps (B, M, C, H, W)."""
     x = common.keyed_noise(policy.latent_shape, args.seed, "x_T", iteration, indices)
-    x0 = policy.sample(x.to(policy.device), c, args.T, args.guidance, args.solver)
+    with policy.behaviour():
+        x0 = policy.sample(x.to(policy.device), c, args.T, args.guidance, args.solver)
     t, eps = draw_pairs(policy, grid, iteration, indices, args)
     return dict(x0=x0, t=t, eps=eps)
 
@@ -340,8 +344,8 @@ def frozen(
     policy: Policy, c: common.Cond, batch: dict[str, Tensor], args: Args
 ) -> dict[str, Tensor]:
     """What stays over the K steps: err_NAME and v_NAME of the other policies, as from errors()."""
-    needed = dict(old=args.K > 1, ref=args.beta > 0, ema=args.kl_ema > 0)
-    other: dict[str, Any] = dict(old=nullcontext, ref=policy.reference, ema=policy.old)
+    needed = dict(old=args.K > 1 or args.rollout == "ema", ref=args.beta > 0, ema=args.kl_ema > 0)
+    other: dict[str, Any] = dict(old=policy.behaviour, ref=policy.reference, ema=policy.old)
     out = {}
     for name in (name for name, need in needed.items() if need):
         with other[name]():
@@ -420,6 +424,7 @@ def main(args: Args) -> None:
         for iteration in run.iterations():
             start, metrics = time.time(), dict[str, float]()
             first, args, train, weights, rewards = run.stage(iteration)
+            policy.behaviour = ema.active if args.rollout == "ema" else nullcontext
             if iteration % args.eval_every == 0:
                 metrics |= run.evaluate(iteration, watched, heldout, args.p_mix)
 

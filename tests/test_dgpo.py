@@ -709,6 +709,29 @@ def test_two_iterations_and_two_more_are_four(quick, tmp_path, monkeypatch, weig
     exact(*map(load_file, lora))  # the order of the header's keys is free
 
 
+def test_the_moving_average_draws_the_images(quick, monkeypatch):
+    """--rollout ema: the average samples and the weights themselves are trained."""
+    moved, original = [], dgpo.update
+
+    def update(policy, optimizer, ema, batch, c, A, valid, iteration, args, ranks):
+        x = common.keyed_noise(policy.latent_shape, args.seed, "x_T", iteration, range(len(A)))
+        own = policy.sample(x, c, args.T)
+        with common.swapped(policy.params, ema.values):
+            exact(batch["x0"], policy.sample(x, c, args.T) if iteration else own)
+        moved.append(not torch.equal(batch["x0"], own))
+        before = [p.detach().clone() for p in policy.params]
+        logs = original(policy, optimizer, ema, batch, c, A, valid, iteration, args, ranks)
+        assert any((p != q).any() for p, q in zip(policy.params, before, strict=True))
+        return logs
+
+    monkeypatch.setattr(dgpo, "update", update)
+    args = small(quick, K=8, iterations=2, ema=0.5, rollout="ema")
+    dgpo.main(args)
+    assert moved == [False, True]
+    one = state(args.out)
+    assert any((a != b).any() for a, b in zip(one["ema"], one["params"], strict=True))
+
+
 # ---- files of pairs ----
 
 
@@ -877,6 +900,7 @@ def test_a_file_that_is_no_picture_ends_the_run_in_one_line(quick, tmp_path, mon
         (dict(t_min=1.0), "--t-min/--t-max: 1.0..1.0 is no range"),
         (dict(t_min=math.nan), "--t-min/--t-max: nan..1.0 is no range"),
         (dict(t_max=1.1), "--t-min/--t-max: 0.4..1.1 is no range"),
+        (dict(rollout="ema", ema=0.0), "--rollout: ema wants an --ema above 0"),
         (dict(p_mix=1.1), "--p-mix: 1.1 is outside 0..1"),
         (dict(pairs="a.jsonl"), "--pairs: a pair is a group of 2; add --G 2"),
         (dict(pairs="a.jsonl", G=3), "--pairs: a pair is a group of 2; add --G 2"),
@@ -935,6 +959,7 @@ CHANGES = {
     "share": ("none", {}),
     "space": ("x", {}),
     "weight": ("self", {}),
+    "rollout": ("ema", dict(K=8, iterations=2, ema=0.5)),  # averaged from the 8th step on
     "K": (2, {}),
     "beta_dpo": (1e5, dict(K=2)),
     "ref": ("ema", dict(K=2, iterations=2, beta_dpo=1e4)),  # the average starts as the base

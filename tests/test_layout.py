@@ -248,7 +248,8 @@ def assignments(name):
     for node in ast.walk(find(name, ast.FunctionDef, "main")):
         if isinstance(node, ast.Assign) and node not in skip:
             for target in ast.walk(node.targets[0]):
-                if isinstance(target, ast.Name) and target.id in SHARED_MAIN:
+                stored = isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
+                if stored and target.id in SHARED_MAIN:
                     out.setdefault(target.id, []).append(ast.unparse(node))
     return out
 

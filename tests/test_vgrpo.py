@@ -661,6 +661,7 @@ def state(folder):
         (dict(beta=0.1), 3 + 2 + 2),
         (dict(beta=0.1, ref_guidance=2.0), 3 + 2 + 2 * 2),
         (dict(kl_ema=0.1), 3 + 2 + 2),
+        (dict(rollout="ema", ema=0.5), 3 + 2 + 2),  # the errors of the average
         (dict(kl_old=0.3), 3 + 2),  # one step: nothing has changed since the rollout
         (dict(K=2), 3 + 2 + 2 * 2),
         (dict(K=3, kl_old=0.1, beta=0.1, kl_ema=0.1, clip=0.1), 3 + 3 * 2 + 3 * 2),
@@ -718,6 +719,47 @@ def test_the_moving_average_slows_from_iteration_to_iteration(quick, monkeypatch
     assert decays == pytest.approx([0, 0, 1e-3, 2e-3, 3e-3])  # the first one is the start
 
 
+def test_the_moving_average_draws_the_images(quick, monkeypatch):
+    """--rollout ema: the average samples, rho compares with it, and the weights themselves are trained."""
+    moved, original = [], vgrpo.update
+
+    def update(policy, optimizer, ema, batch, c, A, valid, iteration, args, ranks):
+        x = common.keyed_noise(policy.latent_shape, args.seed, "x_T", iteration, range(len(A)))
+        own = policy.sample(x, c, args.T)
+        with common.swapped(policy.params, ema.values):
+            exact(batch["x0"], policy.sample(x, c, args.T) if iteration else own)
+        moved.append(not torch.equal(batch["x0"], own))
+        before = [p.detach().clone() for p in policy.params]
+        logs = original(policy, optimizer, ema, batch, c, A, valid, iteration, args, ranks)
+        assert any((p != q).any() for p, q in zip(policy.params, before, strict=True))
+        return logs
+
+    monkeypatch.setattr(vgrpo, "update", update)
+    args = quick(vgrpo, M=2, K=8, iterations=2, ema=0.5, rollout="ema")
+    vgrpo.main(args)
+    assert moved == [False, True]
+    one = state(args.out)
+    assert any((a != b).any() for a, b in zip(one["ema"], one["params"], strict=True))
+
+
+def test_rho_compares_with_the_average_that_drew_the_images(policy, args):
+    data = stored(policy, args)
+    drew = [p.detach().clone() for p in policy.params]
+    randomise(policy, seed=1, scale=0.1)
+    policy.behaviour = lambda: common.swapped(policy.params, drew)
+    off = vgrpo.frozen(policy, *data, dataclasses.replace(args, rollout="ema", ema=0.5))
+    assert "err_old" not in vgrpo.frozen(policy, *data, args)
+    now = vgrpo.errors(policy, *data, args, 1.0)[0].detach()
+    with torch.no_grad(), common.swapped(policy.params, drew):
+        exact(off["err_old"], vgrpo.errors(policy, *data, args, 1.0)[0])
+    assert ((off["err_old"] - now).mean(0).abs() > 1e-3).all()
+    A = torch.ones(len(data[1]["x0"]))
+    value, stats = vgrpo.loss(policy, *data, A, off, args)
+    rho = (off["err_old"] - now).mean(0).exp()
+    assert value.item() == pytest.approx(-rho.mean().item(), rel=1e-5)
+    assert stats["rho_mean"].item() == pytest.approx(rho.mean().item(), rel=1e-5)
+
+
 def test_diversity_is_that_of_the_images_of_a_prompt(quick, monkeypatch):
     seen, original = [], vgrpo.update
     monkeypatch.setattr(vgrpo, "update", lambda *a: seen.append(a[3]) or original(*a))
@@ -740,8 +782,8 @@ def test_two_iterations_and_two_more_are_four(quick, tmp_path, monkeypatch, weig
     quick(vgrpo)  # no figures
     flags = {
         "weights": weights, "reward": red, "heldout-reward": "None", "P": 1, "G": 2, "T": 3, "M": 2,
-        "lora-r": 4, "lora-alpha": 8, "eval-prompts": 2, "eval-T": 2, "device": "cpu", "K": 2,
-        "kl-ema": 1, "clip": 0.01, "kl-old": 0.3, "ema": 0.5,
+        "lora-r": 4, "lora-alpha": 8, "eval-prompts": 2, "eval-T": 2, "device": "cpu", "K": 4,
+        "kl-ema": 1, "clip": 0.01, "kl-old": 0.3, "ema": 0.5, "rollout": "ema",
     }  # fmt: skip
     flags = [x for k, v in flags.items() for x in ("--" + k, v)]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -751,7 +793,7 @@ def test_two_iterations_and_two_more_are_four(quick, tmp_path, monkeypatch, weig
     one, other = state(whole), state(parts)
     assert len(one["kept"]) == len(one["params"])
     assert any((a != b).any() for a, b in zip(one["kept"], one["params"]))
-    assert one["ema_n"] == 4 * 2  # after every optimizer step
+    assert one["ema_n"] == 4 * 4  # after every optimizer step
     for name in ("params", "kept", "ema", "optimizer"):
         exact(other[name], one[name])
     assert read(parts)[3:] == read(whole)[3:]
@@ -784,6 +826,7 @@ def test_two_iterations_and_two_more_are_four(quick, tmp_path, monkeypatch, weig
         (dict(t_min=1.0), "--t-min/--t-max: 1.0..1.0 is no range"),
         (dict(t_max=math.nan), "--t-min/--t-max: 0.0..nan is no range"),
         (dict(t_max=1.1), "--t-min/--t-max: 0.0..1.1 is no range"),
+        (dict(rollout="ema", ema=0.0), "--rollout: ema wants an --ema above 0"),
         (dict(p_mix=1.1), "--p-mix: 1.1 is outside 0..1"),
         (dict(p_mix=-0.1), "--p-mix: -0.1 is outside 0..1"),
     ],
@@ -838,6 +881,7 @@ CHANGES = {
     "stratified": (False, {}),
     "space": ("v", {}),
     "weight": ("none", {}),
+    "rollout": ("ema", dict(K=8, iterations=2, ema=0.5)),  # averaged from the 8th step on
     "K": (2, {}),
     "clip": (1e-9, dict(K=2)),
     "kl_old": (100.0, dict(K=2)),
