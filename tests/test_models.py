@@ -259,6 +259,15 @@ def test_decode_is_the_stock_pipeline(make_policy, stock, guidance):
     assert_close(images, run_stock(stock, x, 4, guidance, "pt"), rtol=0, atol=1e-5)
 
 
+def test_decode_takes_any_number_of_latents(policy):
+    """Eight at a time inside: more than one such part, and one that is not full."""
+    x0 = torch.randn(19, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    images = policy.decode(x0)
+    assert images.shape == (19, 3, 64, 64)
+    assert_close(images, torch.cat([policy.decode(x) for x in x0.split(1)]), rtol=0, atol=1e-5)
+    assert (images[1:] != images[:-1]).flatten(1).any(1).all()
+
+
 @pytest.mark.parametrize("kl", [False, True])
 def test_encode_images_inverts_the_stock_scaling(policy, stock, monkeypatch, kl):
     """Both kinds of autoencoder: latents, or a distribution of which the mode is taken."""
