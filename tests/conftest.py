@@ -132,6 +132,31 @@ def update(script, policy, data, A, args, optimizer=None, valid=None, ranks=None
     return optimizer, logs
 
 
+def check_the_average_draws(script, args, monkeypatch):
+    """Run main(args), two iterations of eight steps with --rollout ema: from the second iteration
+    on the images are those of the averaged weights, and the weights themselves are trained.
+    """
+    moved, original = [], script.update
+
+    def update(policy, optimizer, ema, batch, c, A, valid, iteration, args, ranks):
+        x = common.keyed_noise(policy.latent_shape, args.seed, "x_T", iteration, range(len(A)))
+        own = policy.sample(x, c, args.T)
+        with common.swapped(policy.params, ema.values):
+            wanted = policy.sample(x, c, args.T) if iteration else own
+        torch.testing.assert_close(batch["x0"], wanted, rtol=0, atol=0)
+        moved.append(not torch.equal(batch["x0"], own))
+        before = [p.detach().clone() for p in policy.params]
+        logs = original(policy, optimizer, ema, batch, c, A, valid, iteration, args, ranks)
+        assert any((p != q).any() for p, q in zip(policy.params, before, strict=True))
+        return logs
+
+    monkeypatch.setattr(script, "update", update)
+    script.main(args)
+    assert moved == [False, True]
+    one = torch.load(Path(args.out) / "state.pt", weights_only=True)
+    assert any((a != b).any() for a, b in zip(one["ema"], one["params"], strict=True))
+
+
 def gradient(policy, loss):
     """Of a loss, to all trained parameters, flat."""
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, policy.params)])

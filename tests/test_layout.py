@@ -246,10 +246,10 @@ def assignments(name):
     """Text of every assignment in main to the shared names, in order."""
     out, skip = {}, optional(name)
     for node in ast.walk(find(name, ast.FunctionDef, "main")):
-        if isinstance(node, ast.Assign) and node not in skip:
+        own = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "policy.behaviour"
+        if isinstance(node, ast.Assign) and node not in skip and not own:  # --rollout
             for target in ast.walk(node.targets[0]):
-                stored = isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
-                if stored and target.id in SHARED_MAIN:
+                if isinstance(target, ast.Name) and target.id in SHARED_MAIN:
                     out.setdefault(target.id, []).append(ast.unparse(node))
     return out
 

@@ -721,25 +721,8 @@ def test_the_moving_average_slows_from_iteration_to_iteration(quick, monkeypatch
 
 def test_the_moving_average_draws_the_images(quick, monkeypatch):
     """--rollout ema: the average samples, rho compares with it, and the weights themselves are trained."""
-    moved, original = [], vgrpo.update
-
-    def update(policy, optimizer, ema, batch, c, A, valid, iteration, args, ranks):
-        x = common.keyed_noise(policy.latent_shape, args.seed, "x_T", iteration, range(len(A)))
-        own = policy.sample(x, c, args.T)
-        with common.swapped(policy.params, ema.values):
-            exact(batch["x0"], policy.sample(x, c, args.T) if iteration else own)
-        moved.append(not torch.equal(batch["x0"], own))
-        before = [p.detach().clone() for p in policy.params]
-        logs = original(policy, optimizer, ema, batch, c, A, valid, iteration, args, ranks)
-        assert any((p != q).any() for p, q in zip(policy.params, before, strict=True))
-        return logs
-
-    monkeypatch.setattr(vgrpo, "update", update)
     args = quick(vgrpo, M=2, K=8, iterations=2, ema=0.5, rollout="ema")
-    vgrpo.main(args)
-    assert moved == [False, True]
-    one = state(args.out)
-    assert any((a != b).any() for a, b in zip(one["ema"], one["params"], strict=True))
+    conftest.check_the_average_draws(vgrpo, args, monkeypatch)
 
 
 def test_rho_compares_with_the_average_that_drew_the_images(policy, args):
