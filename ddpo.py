@@ -194,7 +194,7 @@ def check_own(args: Args) -> None:
     refuse_if(args.updates > args.P * args.G, "updates", f"{args.updates} is above P * G images")
     own = ("eta", "updates", "timestep_fraction", "history", "min_count", "clip")
     check_positive(args, *own, zero=("beta", "t_min"))
-    refuse_if(args.timestep_fraction > 1, "timestep_fraction", f"{args.timestep_fraction} > 1")
+    refuse_if(max(args.timestep_fraction, args.t_min) > 1, "timestep-fraction/--t-min", "above 1")
     refuse_if(not 0 <= args.p_mix <= 1, "p_mix", f"{args.p_mix} is outside 0..1")
 
 
