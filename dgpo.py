@@ -157,7 +157,7 @@ class Args:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": dict(  # ours: after the sweep in the README
+    "tiny": dict(  # ours: after bench/sweeps.md
         reward="geneval_soft:1,geneval:1",  # the strict reward alone draws too many shapes
         iterations=220,  # 6.7 minutes on two cores, evaluations apart
         T=8,

@@ -152,7 +152,7 @@ class Args:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": dict(  # ours: after the sweep in the README
+    "tiny": dict(  # ours: after bench/sweeps.md
         reward="geneval_soft:1,geneval:1",  # the strict reward alone draws too many shapes
         iterations=360,  # thirteen minutes on two cores
         T=8,
