@@ -288,6 +288,63 @@ def test_the_tokenizer_does_not_depend_on_the_process(tokenizer, tmp_path):
         assert again == (Path(tokenizer.name_or_path) / name).read_text()
 
 
+# ---- pre-training: noisy captions ----
+
+
+def test_a_misread_caption_says_something_else_of_the_same_kind():
+    """Word by word, known texts alone, and a pair stays a pair of two."""
+    kinds = [set(world.SHAPES), {s + "s" for s in world.SHAPES}, set(world.COLORS)]
+    kinds += [set(world.NUMBERS.values()), {"left", "right"}, {"above", "below"}]
+    captions = [m["prompt"] for rows in SIDES["train"].values() for m in rows]
+    known, rng = set(captions), random.Random(0)
+    swapped = set()
+    for caption in captions * 5:
+        before, after = caption.split(" "), pretrain.misread(caption, 0.2, known, rng).split(" ")
+        assert " ".join(after) in known
+        assert len(after) == len(before)
+        for a, b in zip(before, after):
+            if a != b:
+                (kind,) = [i for i, words in enumerate(kinds) if a in words]
+                assert b in kinds[kind]
+                swapped.add(kind)
+    assert swapped == set(range(len(kinds)))
+
+
+def test_words_are_misread_at_the_given_rate_or_never():
+    train = SIDES["train"]
+    known = {m["prompt"] for rows in train.values() for m in rows}
+    rng = random.Random(0)
+    for task, words in (("single_object", 1), ("two_object", 2), ("color_attr", 4)):
+        captions = [m["prompt"] for m in train[task]] * 40
+        same = [pretrain.misread(c, 0.2, known, rng) == c for c in captions]
+        # a little above 0.8 ** words: what would be held out is drawn anew
+        assert 0.8**words - 0.02 < sum(same) / len(same) < 0.8**words + 0.12, task
+        assert all(pretrain.misread(c, 0.0, known, rng) == c for c in captions)
+
+
+def test_captions_are_noisy_while_the_last_cycle_anneals(small, tmp_path, monkeypatch):
+    """Steps 0 to 6 of 8 see the exact caption, the last quarter of the second cycle the other."""
+    seen, rates = [], []
+    make, loss, name, export = pretrain.KINDS["sd3"]
+
+    def spy(models, x0, ids, g):
+        seen.append(set(ids[:, 1:].flatten().tolist()))
+        return loss(models, x0, ids, g)
+
+    def set_lr(optimizer, lr):
+        rates.append(lr)
+
+    monkeypatch.setitem(pretrain.KINDS, "sd3", (make, spy, name, export))
+    monkeypatch.setattr(pretrain, "set_lr", set_lr)
+    monkeypatch.setattr(pretrain, "misread", lambda caption, *_: "two squares")
+    captions = ["a circle"] * 6 + ["two squares"] * 6
+    z = torch.randn(12, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+    pretrain.train_model(make_args(steps=8, batch=32), z, captions, tmp_path)
+    circle = pretrain.make_tokenizer(tmp_path)("circle").input_ids[1]
+    assert [circle in ids for ids in seen] == [True] * 7 + [False]
+    assert rates[:4] == rates[4:]
+
+
 # ---- pre-training: training ----
 
 
@@ -299,7 +356,7 @@ def small(monkeypatch):
 
 def make_args(**changes):
     return pretrain.Args(
-        **{**dict(scenes=24, vae_steps=2, steps=4, batch=4, save_every=2), **changes}
+        **{**dict(scenes=24, vae_steps=2, steps=4, cycle=4, batch=4, save_every=2), **changes}
     )
 
 
