@@ -345,6 +345,24 @@ def test_captions_are_noisy_while_the_last_cycle_anneals(small, tmp_path, monkey
     assert rates[:4] == rates[4:]
 
 
+def test_a_cycle_starts_from_the_average_with_a_new_optimizer(small, tmp_path, monkeypatch):
+    make, loss, name, export = pretrain.KINDS["sd3"]
+    z, captions = torch.randn(8, 4, 16, 16), ["a circle", "two squares"] * 4
+    pretrain.train_model(make_args(steps=4), z, captions, tmp_path)
+    before, first = torch.load(tmp_path / name), []
+
+    def spy(models, x0, ids, g):
+        first.append({k: v.clone() for k, v in models.state_dict().items()})
+        return loss(models, x0, ids, g)
+
+    monkeypatch.setitem(pretrain.KINDS, "sd3", (make, spy, name, export))
+    pretrain.train_model(make_args(steps=5), z, captions, tmp_path)
+    assert all(torch.equal(v, before["ema"][k]) for k, v in first[0].items())
+    assert any(not torch.equal(v, before["models"][k]) for k, v in first[0].items())
+    steps = [s["step"].item() for s in torch.load(tmp_path / name)["optimizer"]["state"].values()]
+    assert set(steps) == {1}
+
+
 # ---- pre-training: training ----
 
 

@@ -2,7 +2,7 @@
 
     python -m tiny.pretrain                    # autoencoder, then the SD3 pipeline; resumes itself
     python -m tiny.pretrain --kind sd          # the same autoencoder, then the SD pipeline
-    python -m tiny.pretrain --out /tmp/sd3 --steps 2000
+    python -m tiny.pretrain --out /tmp/sd3 --steps 2000 --cycle 2000
 
 Two stages, each a pure function of the seed and the step; the second is checkpointed every few
 minutes, the first, of five minutes, at its end:
@@ -12,7 +12,9 @@ minutes, the first, of five minutes, at its end:
    matching (Lipman et al., arXiv 2210.02747; logit-normal t: Esser et al., arXiv 2403.03206),
    or `UNet2DConditionModel` and one `CLIPTextModel`, by noise prediction (Ho et al., arXiv
    2006.11239) on Stable Diffusion's betas; 10 % empty captions, EMA weights shipped. No held-out
-   caption is ever seen.
+   caption is ever seen. While the last cycle of the learning rate anneals, captions are misread
+   now and then (`--caption-noise`): the base then knows more than its samples tell, which is what
+   reinforcement learning is for.
 """
 
 from __future__ import annotations
@@ -396,6 +398,9 @@ def train_model(
     exact, wrong = (torch.tensor([index[c] for c in x]) for x in (captions, misread_captions))
     start, total = time.time(), 0.0
     for step in range(first, args.steps):
+        if step % args.cycle == 0:  # a cycle starts from the average of the last, as if new
+            models.load_state_dict(ema.state_dict())
+            optimizer = torch.optim.AdamW(models.parameters(), lr=args.lr, betas=(0.9, 0.99))
         set_lr(optimizer, args.lr * schedule(step % args.cycle, args.cycle, hold=0.75))
         rows_of = exact if step < args.steps - args.cycle // 4 else wrong
         g = generator(args.seed, 2, step)
