@@ -492,6 +492,8 @@ KINDS: dict[str, tuple[Any, Any, str, Any]] = {
 
 def main(args: Args) -> None:
     """Both stages, then the export."""
+    if args.steps % args.cycle:
+        raise SystemExit(f"--cycle: {args.steps} steps are no whole number of {args.cycle}")
     work = Path(args.work)
     work.mkdir(parents=True, exist_ok=True)
     images, captions = make_data(args.scenes, args.seed)
