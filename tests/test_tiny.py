@@ -95,15 +95,28 @@ def test_scenes_keep_their_score_through_the_autoencoder(policy):
     assert right((decoded * 255).round().to(torch.uint8)) >= 0.92
 
 
-def test_the_base_passes_single_objects_and_leaves_room_to_learn(policy):
-    """512 held-out prompts, fixed noise, no guidance, 20 Euler steps (measured: 0.88 and 0.43)."""
+def test_the_base_leaves_room_to_learn(policy):
+    """512 held-out prompts, fixed noise, no guidance, 20 steps (measured: 0.36 and 0.50)."""
     rewards = load_rewards(["geneval"], {}, "cpu")
     rows = read_splits("tiny/prompts")[1]
     assert len(rows) == 512
     args = SimpleNamespace(
         micro_batch=64, eval_T=20, eval_guidance=1.0, solver="euler", heldout_reward="geneval"
     )
-    metrics, records = common.evaluate(policy, rewards, rows, args, common.Ranks("cpu"))
-    single = [r["values"][0] for r in records if rows[r["index"]]["tag"] == "single_object"]
-    assert sum(single) / len(single) >= 0.75
+    metrics, _ = common.evaluate(policy, rewards, rows, args, common.Ranks("cpu"))
     assert 0.25 <= metrics["eval/strict"] <= 0.65
+
+
+def test_the_base_draws_single_objects(policy):
+    """Four pictures a prompt, as GenEval counts: one of 86 prompts has a standard error of 0.05."""
+    (reward,) = load_rewards(["geneval"], {}, "cpu").values()
+    rows = [r for r in read_splits("tiny/prompts")[1] if r["tag"] == "single_object"]
+    prompts = [row["prompt"] for row in rows]
+    passed = []
+    with torch.no_grad():
+        c = policy.encode(prompts)
+        for seed in range(4):
+            x = common.keyed_noise(policy.latent_shape, seed, "x_T", 0, range(len(rows)))
+            images = policy.decode(policy.sample(x, c, 20, 1.0))
+            passed.append(reward(images, prompts, rows).mean().item())
+    assert sum(passed) / len(passed) >= 0.75, passed
