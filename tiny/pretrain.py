@@ -102,8 +102,10 @@ def misread(caption: str, rate: float, known: Collection[str], rng: random.Rando
     pairs knows more than its samples tell: it draws, now and then, what other captions ask for.
     The result is in `known`, so that no held-out text comes about.
     """
-    kinds = (SHAPES, tuple(s + "s" for s in SHAPES), tuple(COLORS), tuple(NUMBERS.values()))
-    kinds += (("left", "right"), ("above", "below"))
+    kinds: list[tuple[str, ...]] = [
+        SHAPES, tuple(s + "s" for s in SHAPES), tuple(COLORS), tuple(NUMBERS.values()),
+        ("left", "right"), ("above", "below"),
+    ]  # fmt: skip
     while True:
         words = caption.split(" ")
         for i, word in enumerate(words):
