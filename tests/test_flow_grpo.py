@@ -88,9 +88,10 @@ def test_ratio_is_one_before_any_update(policy, args, sde, guidance):
     A = torch.tensor([1.0, -0.5, 2.0, -1.0, 0.3, -2.0])
     for size in (4, 64):
         data = stored(policy, args, micro_batch=size)
+        rounding = 1e-6 * data[3]["logp"].abs().amax(0).clamp(min=1)  # 6 at the last step of CPS
         for order in (torch.arange(6), torch.arange(6).flip(0), torch.tensor([3, 0])):
-            for value, stats in losses(policy, data, A, args, order):
-                assert stats["log_rho_max"] <= 1e-6
+            for (value, stats), bound in zip(losses(policy, data, A, args, order), rounding):
+                assert stats["log_rho_max"] <= bound
                 assert stats["clip_fraction"] == 0
                 assert value.item() == pytest.approx(-A[order].mean().item(), abs=1e-5)
 
