@@ -494,6 +494,12 @@ def test_the_learning_rate_warms_up_holds_and_anneals():
     assert values[-1] == pytest.approx(0.02, abs=1e-3)
 
 
+def test_a_cycle_that_the_steps_do_not_fill_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="--cycle: 10 steps are no whole number of 4"):
+        pretrain.main(make_args(steps=10, work=str(tmp_path / "work")))
+    assert not (tmp_path / "work").exists()
+
+
 def test_update_ema():
     a, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     wanted = 0.9 * a.weight.detach() + 0.1 * b.weight.detach()
