@@ -14,8 +14,9 @@ clipped surrogate:
     python vgrpo.py                                        # the shipped tiny model, on a CPU
     python vgrpo.py --K 2 --clip 1e-2 --kl-old 0.3         # two steps per rollout, ratio and KL
     python vgrpo.py --share none --no-stratified --weight none --soft-clip None       # naive: FPO
-    python vgrpo.py --share none --space v --weight ghuber --kl-ema 1 --beta 1e-3     # AWM
     python vgrpo.py --model sd35m --weights FOLDER         # on a GPU
+    # AWM:
+    python vgrpo.py --share none --space v --weight ghuber --soft-clip None --kl-ema 1 --beta 1e-3
 
 FPO itself adds --space eps. Open in the paper, chosen here: the KL is a mean over elements, each of
 K steps sees all images. Eps models (sd15) are compared in v-form, without the noisiest levels: no
