@@ -159,7 +159,7 @@ class Args:
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(  # ours: after bench/sweeps.md
         reward="geneval_soft:1,geneval:1",  # the strict reward alone draws too many shapes
-        iterations=220,  # 6.7 minutes on two cores, evaluations apart
+        iterations=220,  # nine minutes on two cores
         T=8,
         lr=2e-3,
         anneal_lr=True,

@@ -162,7 +162,7 @@ class Args:
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(  # ours: after bench/sweeps.md
         reward="geneval_soft:1,geneval:1",  # the strict reward alone draws too many shapes
-        iterations=200,  # about seven minutes on two cores
+        iterations=200,  # about ten minutes on two cores
         T=8,
         lr=1.2e-3,
         anneal_lr=True,
